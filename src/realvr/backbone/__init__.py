@@ -23,7 +23,7 @@ _HOME = {
     "Prompt": "types",
     "Turn": "types",
 }
-__all__ = sorted(_HOME)
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:

@@ -39,13 +39,19 @@ class Columns:
 
     ``real`` is False for padding. ``segment`` isolates packed examples and branches: a key of segment -1 (the trunk) is
     visible to all, any other key only to queries of the same segment. ``block`` numbers the image a column belongs to (-1:
-    none); only families whose image tokens attend to each other in both directions set it.
+    none); only families whose image tokens attend to each other in both directions set it. ``place`` is the column's place
+    in its own sequence, on which a sliding window is measured; only families with sliding windows set it (branches of one
+    prompt stand side by side, so the distance between columns is not the distance between tokens).
     """
 
     length: int
     real: Tensor | None = None
     segment: Tensor | None = None
     block: Tensor | None = None
+    place: Tensor | None = None
+
+    def facts(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        return self.real, self.segment, self.block, self.place
 
     def visible(self, queries: int, window: int | None, device: torch.device) -> Tensor | None:
         """Boolean mask (B or 1, 1, queries, length) for the last ``queries`` columns, or None where plain causal (queries ==
@@ -61,7 +67,8 @@ class Columns:
             q_block = self.block[:, -queries:, None]
             mask = mask | ((q_block == self.block[:, None]) & (q_block >= 0))
         if window is not None:
-            mask = mask & (key > query - window)
+            place = key[None] if self.place is None else self.place
+            mask = mask & (place[:, None] > place[:, -queries:, None] - window)
         if self.segment is not None:
             k_segment = self.segment[:, None]
             mask = mask & ((k_segment == -1) | (k_segment == self.segment[:, -queries:, None]))

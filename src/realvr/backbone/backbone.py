@@ -76,6 +76,7 @@ class Backbone:
         self.mrope = hasattr(self.core, "get_rope_index")
         self.two_way_images = "token_type_ids" in inspect.signature(self.core.forward).parameters
         self.deepstack = "deepstack_visual_embeds" in inspect.signature(self.decoder.forward).parameters
+        self.windowed = "sliding_attention" in (getattr(self.text_config, "layer_types", None) or ())
         self.image_id = int(self.model.config.image_token_id)
         self.eos_ids = _eos_ids(self.model, tokenizer)
         self.prompts = PromptEncoder(tokenizer, family, processor, self.context_length)

@@ -7,14 +7,10 @@ G completions of a prompt, L layers, H heads, R chosen query rows, V vocabulary,
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from PIL import Image
     from torch import Tensor
-
-ImageSource = "str | Path | bytes | Image.Image"
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ class Turn:
 
     role: Literal["system", "user", "assistant"]
     text: str = ""
-    images: list = field(default_factory=list)  # ImageSource
+    images: list[Any] = field(default_factory=list)  # paths, encoded bytes or Pillow images
     latents: Tensor | None = None
     ids: list[int] | None = None
 

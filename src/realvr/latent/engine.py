@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ def advance(
     next_B: Tensor | None = None,
     real_BT: Tensor | None = None,
     segment_BT: Tensor | None = None,
+    place_BT: Tensor | None = None,
     image_BT: Tensor | None = None,
     deepstack: Sequence[Tensor] = (),
     probes: Sequence[Probe] = (),
@@ -44,7 +46,8 @@ def advance(
     """One pass of the decoder over new columns; returns the longer state and the hidden states (B, T, D) of these columns.
 
     ``positions`` is (B, T), or (3, B, T) with images. ``real_BT`` marks padding (None: no padding in these columns);
-    ``segment_BT`` isolates branches or packed examples, see :class:`realvr.backbone.attention.Columns`.
+    ``segment_BT`` isolates branches or packed examples, see :class:`realvr.backbone.attention.Columns`. ``place_BT`` matters to
+    families with sliding windows only, where positions are not consecutive; by default it is the position.
     """
     rows, new, _ = embeds_BTD.shape
     device = embeds_BTD.device
@@ -52,7 +55,8 @@ def advance(
     block = None
     if backbone.two_way_images and image_BT is not None:
         block = _blocks(image_BT, 0 if state is None else state.length)
-    fresh = Columns(new, real_BT, segment_BT, block)
+    place = positions if backbone.windowed and place_BT is None else place_BT
+    fresh = Columns(new, real_BT, segment_BT, block, place)
     columns = join_columns(None if state is None else state.columns, fresh, rows, device)
     carried = Pass(past=[] if state is None else state.kv, columns=columns, probes=tuple(probes), matrix=matrix)
     with _layers_checkpointed(backbone, checkpointed):
@@ -225,8 +229,6 @@ def _marker(backbone: Backbone, state: State, marker: int) -> Tensor:
 
 
 def _with_span(state: State, first: int, count: int) -> State:
-    from dataclasses import replace
-
     return replace(state, span=(first, first + count))
 
 
