@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from torch import Tensor, nn
@@ -45,12 +48,12 @@ def load(
     source = str(path)
     config, family = read_config(source)
     _check_files(source)
-    device = torch.device(device) if device is not None else _default_device()
+    device, dtype = _device(device), _dtype(dtype)
     tokenizer = _load_tokenizer(source)
     processor = ImageProcessor.load(
         source, family, config, min_tokens=min_tokens, max_tokens=max_tokens, tiles=tiles
     )
-    model = _load_model(source, dtype if dtype is not None else "auto", device)
+    model = _load_model(source, dtype, device)
     markers, added = add_markers(model, tokenizer)
     known = getattr(model.config, CONFIG_KEY, None) or {}
     chosen = latents if latents is not None else int(known.get("latents", DEFAULT_LATENTS))
@@ -78,8 +81,10 @@ def save(backbone: Backbone, directory: str | Path) -> Path:
 
 def read_config(source: str) -> tuple[Any, Family]:
     """The checkpoint's config and its family; a clear error where it is missing or not supported."""
-    if _looks_local(source) and not Path(source).exists():
-        raise UserError(f"{source} does not exist")
+    if not Path(source).exists():
+        if _looks_local(source):
+            raise UserError(f"{source} does not exist")
+        _refuse_unreachable(source)
     if Path(source).is_file():
         raise UserError(f"{source} is a file: give the directory of a checkpoint")
     config_file = Path(source) / "config.json"
@@ -140,9 +145,8 @@ def _load_tokenizer(source: str) -> Any:
 
 
 def _load_model(source: str, dtype: torch.dtype | str, device: torch.device) -> Any:
-    chosen = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     try:
-        model = AutoModelForImageTextToText.from_pretrained(source, dtype=chosen, use_safetensors=True)
+        model = AutoModelForImageTextToText.from_pretrained(source, dtype=dtype, use_safetensors=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{source}: the model cannot be loaded ({_first_line(error)})") from error
     return model.to(device)
@@ -178,13 +182,44 @@ def _set_to_mean(weight: Tensor, new: list[int], known: int) -> None:
     weight[new] = mean.to(weight.dtype)
 
 
-def _default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def _device(name: torch.device | str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device '{name}' cannot be used ({_first_line(error)})") from error
+    return device
+
+
+def _dtype(name: torch.dtype | str | None) -> torch.dtype | str:
+    if name is None or name == "auto":
+        return "auto"
+    if isinstance(name, torch.dtype):
+        return name
+    if name not in _DTYPES:
+        raise UserError(f"dtype is '{name}': choose one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
 
 
 def _looks_local(source: str) -> bool:
-    """A hub id is ``owner/name``; anything else is meant as a path."""
-    return source.startswith((".", "/", "~")) or source.count("/") != 1
+    """A hub id is ``owner/name``; anything else, and anything inside a folder that exists here, is meant as a path."""
+    return source.startswith((".", "/", "~")) or source.count("/") != 1 or Path(source).parent.is_dir()
+
+
+def _refuse_unreachable(source: str) -> None:
+    """Say at once that a hub id cannot be had, instead of after half a minute of retries."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if constants.HF_HUB_OFFLINE or getproxies() or isinstance(try_to_load_from_cache(source, "config.json"), str):
+        return
+    address = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((address.hostname or "", address.port or 443), timeout=10).close()
+    except OSError as error:
+        message = f"{source} is neither a directory here nor in the hub cache, and the hub cannot be reached ({error})"
+        raise UserError(message) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -23,7 +23,6 @@ _HOME = {
     "GREEDY": "sampling",
     "Sampling": "sampling",
 }
-__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:
