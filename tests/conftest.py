@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICE, DTYPE, load_stock
 
+from helpers import DEVICE, DTYPE, load_stock
 from realvr.backbone import FAMILIES, Backbone
 from realvr.backbone.tiny import build
 
@@ -20,7 +20,7 @@ torch.backends.cudnn.allow_tf32 = False
 
 @pytest.fixture(scope="session")
 def build_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Directory of the tiny checkpoint of a family, as a release would be: without latent markers. Do not write into it."""
+    """Directory of the tiny checkpoint of a family, as released ones are: without latent markers. Not to be written to."""
     root = tmp_path_factory.mktemp("tiny")
     made: dict[str, Path] = {}
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from golden_cases import CaseImage, make_image
 from PIL import Image
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
+from golden_cases import CaseImage, make_image
 from realvr.backbone import Backbone, Prompt, Turn
 
 DEVICE = os.environ.get("REALVR_TEST_DEVICE", "cpu")
@@ -67,7 +67,7 @@ def load_stock(path: str | Path, attention: str = "eager", **options: Any) -> An
 
 
 def stock_inputs(backbone: Backbone, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-    """Keyword arguments of stock ``forward`` and ``generate`` for left-padded ``prompts``, from their ids and pixels alone."""
+    """Arguments of stock ``forward`` and ``generate`` for left-padded ``prompts``, from their ids and pixels alone."""
     pad = backbone.tokenizer.pad_token_id
     width = max(len(prompt.ids) for prompt in prompts)
     ids = torch.full((len(prompts), width), pad)
