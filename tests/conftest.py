@@ -20,7 +20,7 @@ torch.backends.cudnn.allow_tf32 = False
 
 @pytest.fixture(scope="session")
 def build_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Directory of the tiny checkpoint of a family, as released ones are: without latent markers. Not to be written to."""
+    """Directory of the tiny checkpoint of a family, as released: without latent markers. Not to be written to."""
     root = tmp_path_factory.mktemp("tiny")
     made: dict[str, Path] = {}
 

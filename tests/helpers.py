@@ -99,4 +99,4 @@ def patch_grids(backbone: Backbone, images: Sequence[Any]) -> Tensor:
 def difference(a: Tensor, b: Tensor) -> float:
     """Largest absolute difference, in float64."""
     assert a.shape == b.shape, f"{tuple(a.shape)} is not {tuple(b.shape)}"
-    return float((a.double().cpu() - b.double().cpu()).abs().max()) if a.numel() else 0.0
+    return float((a.detach().double().cpu() - b.detach().double().cpu()).abs().max()) if a.numel() else 0.0

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils import cached_file
@@ -92,7 +93,8 @@ def read_config(source: str) -> tuple[Any, Family]:
         raise UserError(f"{source} has no config.json: it is not a checkpoint directory")
     try:
         if Path(source).is_dir():
-            _refuse_unsupported(source, json.loads(config_file.read_text()).get("model_type"))
+            fields = json.loads(config_file.read_text())
+            _refuse_unsupported(source, fields.get("model_type") if isinstance(fields, dict) else None)
         config = AutoConfig.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{source}: the configuration cannot be read ({_first_line(error)})") from error
@@ -146,9 +148,14 @@ def _load_tokenizer(source: str) -> Any:
 
 def _load_model(source: str, dtype: torch.dtype | str, device: torch.device) -> Any:
     try:
-        model = AutoModelForImageTextToText.from_pretrained(source, dtype=dtype, use_safetensors=True)
-    except (OSError, ValueError, RuntimeError) as error:
+        model, found = AutoModelForImageTextToText.from_pretrained(
+            source, dtype=dtype, use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"{source}: the model cannot be loaded ({_first_line(error)})") from error
+    if found["missing_keys"]:  # transformers would fill them with random numbers and only warn
+        names = sorted(found["missing_keys"])
+        raise UserError(f"{source}: the weights lack {len(names)} tensors of the model, among them {names[0]}")
     return model.to(device)
 
 
