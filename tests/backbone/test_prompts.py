@@ -88,7 +88,10 @@ NAMES = [*FAMILIES, REAL]
 WORDS = ["What", " is", " the", "\n", "\n\n", "  ", "\t", "<b>", "a<", ">", "|", "é", "e\u0301", "\u0338", "日本", "🙂"]
 WORDS += ["1234", "'s", "\u3000", "\x1c", "\ue000", "\ue0000\ue000", "</answer>", "{{ x }}"]
 ANY = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
-ORDINARY = ANY | st.lists(st.sampled_from(WORDS), max_size=12).map("".join)
+# Hypothesis also tries the string constants of this file, control strings among them.
+ORDINARY = (ANY | st.lists(st.sampled_from(WORDS), max_size=12).map("".join)).filter(
+    lambda text: not any(control in text for control in CONTROL)
+)
 FRAGMENTS = [*CONTROL, *(c[: len(c) // 2] for c in CONTROL), *(c[len(c) // 2 :] for c in CONTROL)]
 HOSTILE = st.lists(
     st.sampled_from([*FRAGMENTS, "<", "|", ">", " ", "\n", "\n\n", "what", "é", "e\u0301", "🙂", "\ue000", "\u3000"]),
@@ -204,6 +207,12 @@ def test_stripping_added_tokens_swallow_white_space_as_in_stock(make: Make, text
     assert encoder.encode(turns).ids.tolist() == stock_ids(encoder, turns)
 
 
+def test_a_template_may_use_our_sentinels(make: Make) -> None:
+    encoder = custom(make, "\ue0000\ue000" + PLAIN + "{% endfor %}{% endfor %}")
+    turns = [Turn("user", "a\ue0010\ue001")]
+    assert encoder.encode(turns).ids.tolist() == stock_ids(encoder, turns)
+
+
 def test_ordinary_added_tokens_span_template_and_text(make: Make) -> None:
     """Gemma's vocabulary has runs of line breaks as ordinary added tokens; they join template and text in stock."""
     from tokenizers import AddedToken
@@ -237,13 +246,6 @@ def test_gemma_against_the_stock_processor(make: Make) -> None:
     assert torch.equal(found.images[0].pixels, torch.as_tensor(np.array(expected["pixel_values"])))
 
 
-# --- latents and saved ids -----------------------------------------------------------------------------------------
-
-
-def spell(encoder: PromptEncoder, text: str) -> list[int]:
-    return encoder.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("reply", ["left", " left \n", ""])
 def test_latents_come_before_the_reply(make: Make, name: str, reply: str) -> None:
@@ -270,10 +272,10 @@ def test_saved_ids_continue_the_live_conversation(make: Make, name: str) -> None
     """Odd but possible samples: the ids of a reply that no encoder would choose, kept exactly."""
     encoder = make(name)
     first = encoder.encode([Turn("user", "Where?", [IMAGE])])
-    reply = [i for char in "the left" for i in spell(encoder, char)]
-    assert reply != spell(encoder, "the left")
+    reply = [i for char in "the left" for i in encoder.encode_text(char)[0]]
+    assert reply != encoder.encode_text("the left")[0]
     latents = torch.randn(2, 8)
-    start, slot, end = (encoder.tokenizer.convert_tokens_to_ids(m) for m in MARKERS)
+    start, slot, end = encoder.tokenizer.convert_tokens_to_ids(list(MARKERS))
     live = torch.cat([first.ids, torch.tensor([start, slot, slot, end, *reply])])
     seen = Prompt(live, first.images, (latents,))
     turns = [
@@ -331,9 +333,6 @@ def test_offsets_of_plain_text_cover_it(make: Make, name: str, text: str) -> Non
     assert [start for start, _ in offsets] == sorted(start for start, _ in offsets)
 
 
-# --- errors --------------------------------------------------------------------------------------------------------
-
-
 def refuses(encoder: PromptEncoder, turns: list[Turn], reason: str) -> None:
     with pytest.raises(UserError, match=reason) as caught:
         encoder.encode(turns)
@@ -384,11 +383,7 @@ def test_templates_that_lose_or_repeat(make: Make) -> None:
     refuses(custom(make, text_only), asked, "refuses this conversation")
     user_only = PLAIN + image.replace("'image' %", "'image' and m['role'] == 'user' %") + end
     refuses(custom(make, user_only), [*asked, Turn("assistant", "b", [OTHER])], r"1 in turn 2 \(assistant\)")
-
-
-def test_gemma_takes_no_image_in_a_system_turn(make: Make) -> None:
-    turns = [Turn("system", "a", [IMAGE]), Turn("user", "b")]
-    refuses(make("gemma3"), turns, r"chat template .*system")
+    refuses(make("gemma3"), [Turn("system", "a", [IMAGE]), Turn("user", "b")], r"chat template .*system")
 
 
 def test_tokenizers_that_do_not_fit(make: Make) -> None:
