@@ -63,12 +63,12 @@ class Columns:
         key = torch.arange(self.length, device=device)
         query = key[self.length - queries :, None]
         mask = (key <= query)[None]
+        if self.block is not None:
+            q_block = self.block[:, -queries:, None]
+            mask = mask | ((q_block == self.block[:, None]) & (q_block >= 0))
         if window is not None:
             place = key[None] if self.place is None else self.place
             mask = mask & (place[:, None] > place[:, -queries:, None] - window)
-        if self.block is not None:  # after the window, as in transformers: an image sees all of itself
-            q_block = self.block[:, -queries:, None]
-            mask = mask | ((q_block == self.block[:, None]) & (q_block >= 0))
         if self.segment is not None:
             k_segment = self.segment[:, None]
             mask = mask & ((k_segment == -1) | (k_segment == self.segment[:, -queries:, None]))
