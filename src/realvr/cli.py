@@ -91,5 +91,7 @@ def _run(name: str, args: list[str]) -> int:
 def _help(names: Sequence[str] | None = None) -> str:
     width = max(len(name) for name in COMMANDS)
     lines = [f"  {name:<{width}}  {COMMANDS[name].summary}" for name in names or COMMANDS]
-    head = f"realvr {__version__}: latent visual reasoning in vision-language models\n\nusage: realvr COMMAND [options]\n"
+    head = (
+        f"realvr {__version__}: latent visual reasoning in vision-language models\n\nusage: realvr COMMAND [options]\n"
+    )
     return "\n".join([head, "commands:", *lines, "", _EXAMPLES if names is None else "COMMAND --help explains each."])

@@ -52,7 +52,7 @@ class Backbone:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         tokenizer: Any,
         family: Family,
         processor: ImageProcessor,
@@ -60,7 +60,7 @@ class Backbone:
         latents: int,
         markers_added: bool = False,
     ) -> None:
-        self.model: Any = model
+        self.model = model
         self.tokenizer = tokenizer
         self.family = family
         self.processor = processor

@@ -11,7 +11,7 @@ from urllib.request import getproxies
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils import cached_file
 
@@ -51,9 +51,7 @@ def load(
     _check_files(source)
     device, dtype = _device(device), _dtype(dtype)
     tokenizer = _load_tokenizer(source)
-    processor = ImageProcessor.load(
-        source, family, config, min_tokens=min_tokens, max_tokens=max_tokens, tiles=tiles
-    )
+    processor = ImageProcessor.load(source, family, config, min_tokens=min_tokens, max_tokens=max_tokens, tiles=tiles)
     model = _load_model(source, dtype, device)
     markers, added = add_markers(model, tokenizer)
     known = getattr(model.config, CONFIG_KEY, None) or {}
@@ -148,9 +146,10 @@ def _load_tokenizer(source: str) -> Any:
 
 def _load_model(source: str, dtype: torch.dtype | str, device: torch.device) -> Any:
     try:
-        model, found = AutoModelForImageTextToText.from_pretrained(
+        loaded: Any = AutoModelForImageTextToText.from_pretrained(
             source, dtype=dtype, use_safetensors=True, output_loading_info=True
         )
+        model, found = loaded
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"{source}: the model cannot be loaded ({_first_line(error)})") from error
     if found["missing_keys"]:  # transformers would fill them with random numbers and only warn
@@ -177,7 +176,7 @@ def add_markers(model: Any, tokenizer: Any) -> tuple[Markers, bool]:
     if missing:
         new = [int(tokenizer.convert_tokens_to_ids(token)) for token in missing]
         _set_to_mean(model.get_input_embeddings().weight, new, min(rows, len(vocabulary)))
-        head: nn.Module | None = model.get_output_embeddings()
+        head = model.get_output_embeddings()
         if head is not None and head.weight is not model.get_input_embeddings().weight:
             _set_to_mean(head.weight, new, min(rows, len(vocabulary)))
     return Markers(*ids), bool(missing)

@@ -171,9 +171,12 @@ def extend(
 
     ``real_BS`` marks right padding of rows with fewer tokens.
     """
-    if (ids_BS is None) == (embeds_BSD is None):
+    if ids_BS is not None and embeds_BSD is None:
+        embeds = backbone.embed(ids_BS)
+    elif embeds_BSD is not None and ids_BS is None:
+        embeds = embeds_BSD
+    else:
         raise ValueError("give either ids_BS or embeds_BSD")
-    embeds = backbone.embed(ids_BS) if embeds_BSD is None else embeds_BSD
     if real_BS is None:
         step = torch.arange(embeds.shape[1], device=embeds.device)
         positions = state.next_B[:, None] + step
@@ -216,9 +219,7 @@ def splice(
     count = latents_BKD.shape[1]
     if count == 0:
         return state, latents_BKD
-    start, end = (
-        backbone.embed(_marker(backbone, state, i)) for i in (backbone.markers.start, backbone.markers.end)
-    )
+    start, end = (backbone.embed(_marker(backbone, state, i)) for i in (backbone.markers.start, backbone.markers.end))
     embeds = torch.cat([start, latents_BKD.to(start.dtype), end], dim=1)
     first = state.length + 1
     state, hidden = extend(backbone, state, embeds_BSD=embeds, checkpointed=checkpointed, **options)

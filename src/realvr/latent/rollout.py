@@ -161,9 +161,7 @@ def _finish(backbone: Backbone, rows: list[list[_Branch]], sampling: Sampling) -
     return survivors
 
 
-def _drop_rows(
-    state: State, start: Tensor, rows: list[list[_Branch]]
-) -> tuple[State, Tensor, list[list[_Branch]]]:
+def _drop_rows(state: State, start: Tensor, rows: list[list[_Branch]]) -> tuple[State, Tensor, list[list[_Branch]]]:
     keep = [index for index, row in enumerate(rows) if row]
     if len(keep) == len(rows):
         return state, start, rows
@@ -171,9 +169,7 @@ def _drop_rows(
     return state.select(index), start[index], [rows[i] for i in keep]
 
 
-def _feed(
-    backbone: Backbone, state: State, rows: list[list[_Branch]], position_B: Tensor
-) -> tuple[State, Tensor]:
+def _feed(backbone: Backbone, state: State, rows: list[list[_Branch]], position_B: Tensor) -> tuple[State, Tensor]:
     """One token per unfinished branch; returns the hidden states of these branches (n, D) in row-major order."""
     width = max(len(row) for row in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
