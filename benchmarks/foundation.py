@@ -2,8 +2,9 @@
 
     python benchmarks/foundation.py --preset Qwen2.5-VL-7B --device cuda
 
-One prompt with one image of 2,560 visual tokens: vision encode, prefill, 8 latents, a rollout of 8 x 32 tokens, and one backward
-through the recurrence in each memory mode. Ratios within one run can be compared; absolute times belong to the machine.
+One prompt with one image of 2,560 visual tokens: vision encode, prefill, 8 latents, a rollout of 8 x 32 tokens, and
+one backward through the recurrence in each memory mode. Ratios within one run can be compared; absolute times belong
+to the machine.
 """
 
 from __future__ import annotations
@@ -98,8 +99,6 @@ def run(preset: str, device: torch.device, dtype: torch.dtype, args: argparse.Na
         sampling = Sampling(temperature=1.0, max_new=32, stop=None)
         backbone.eos_ids = ()
         measure("rollout 8 x 32 tokens", lambda: decode(backbone, after, 8, sampling), device, args.repeats)
-        del state, after
-
     for memory in ("cached", "checkpointed-prefill", "checkpointed"):
 
         def backward(memory: str = memory) -> None:

@@ -1,7 +1,7 @@
 """The command line: a table of verbs, each imported only when it is used.
 
-Adding a verb means adding a line to ``COMMANDS`` and a plain function whose parameters are its options. Nothing is imported
-here that needs torch, so help and the data commands answer at once.
+Adding a verb means adding a line to ``COMMANDS`` and a plain function whose parameters are its options. Nothing is
+imported here that needs torch, so help and the data commands answer at once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("realvr: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader went away (`realvr … | head`): not an error. Keep the interpreter from flushing into the closed pipe.
+        # The reader went away (`realvr … | head`): not an error. Keep the interpreter from flushing into the closed
+        # pipe.
         sys.stdout = None  # type: ignore[assignment]
         return 0
 

@@ -225,7 +225,8 @@ class Backbone:
         deepstack: Sequence[Tensor] = (),
     ) -> Tensor:
         """Hidden states (B, T, D) after the final norm, the ones the LM head reads."""
-        # A four-dimensional mask is passed through untouched by transformers; the attention function uses the Pass's own.
+        # A four-dimensional mask is passed through untouched by transformers; the attention function uses the Pass's
+        # own.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=embeds_BTD.device)
         if self.mrope and positions.ndim == 2:
             positions = positions.expand(3, -1, -1)

@@ -41,8 +41,8 @@ def load(
     """Load a local directory or hub id that ``AutoModelForImageTextToText`` can load.
 
     ``dtype`` defaults to the checkpoint's own; ``device`` to the GPU where there is one. ``latents`` overrides the
-    checkpoint's K. ``min_tokens``/``max_tokens`` bound the visual tokens per image (families with variable grids); ``tiles``
-    cuts large images into tiles (InternVL). Marker tokens are added when the checkpoint has none.
+    checkpoint's K. ``min_tokens``/``max_tokens`` bound the visual tokens per image (families with variable grids);
+    ``tiles`` cuts large images into tiles (InternVL). Marker tokens are added when the checkpoint has none.
     """
     if latents is not None and latents < 0:
         raise UserError(f"latents is {latents}: the number of latent slots cannot be negative")
@@ -64,7 +64,8 @@ def load(
 
 
 def save(backbone: Backbone, directory: str | Path) -> Path:
-    """Write model, tokenizer and image processor as a plain HF directory; marker ids and K go into its ``config.json``."""
+    """Write model, tokenizer and image processor as a plain HF directory; marker ids and K go into its
+    ``config.json``."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     markers = backbone.markers
@@ -161,8 +162,8 @@ def _load_model(source: str, dtype: torch.dtype | str, device: torch.device) -> 
 def add_markers(model: Any, tokenizer: Any) -> tuple[Markers, bool]:
     """Make sure the three marker tokens exist; returns their ids and whether they were new.
 
-    The embedding table grows only when the tokenizer has outgrown it (Qwen checkpoints carry spare rows). New rows start at
-    the mean embedding, as far from any word as from any other.
+    The embedding table grows only when the tokenizer has outgrown it (Qwen checkpoints carry spare rows). New rows
+    start at the mean embedding, as far from any word as from any other.
     """
     vocabulary = tokenizer.get_vocab()
     missing = [token for token in MARKERS if token not in vocabulary]

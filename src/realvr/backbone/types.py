@@ -53,8 +53,8 @@ class ImageInput:
 class Turn:
     """One message of a conversation.
 
-    ``images`` precede ``text``. An assistant turn may carry the latent span it was produced with (``latents`` (K, D), spliced
-    back in as inputs) and the exact token ``ids`` of its reply (used instead of re-encoding ``text``, so that a
+    ``images`` precede ``text``. An assistant turn may carry the latent span it was produced with (``latents`` (K, D),
+    spliced back in as inputs) and the exact token ``ids`` of its reply (used instead of re-encoding ``text``, so that a
     conversation continued from saved tokens equals the live one).
     """
 

@@ -13,8 +13,8 @@ QUESTION = "What colour is the circle, and is it left or right of the square?"
 def demo(out: Path = Path("runs/demo"), latents: int = 4, max_new: int = 24) -> int:
     """Build a small random model of each of the five families and let each answer one question about a picture.
 
-    The weights are random, so the replies are noise: what this shows is that the same code path (image and chat template,
-    vision tower, prefill, latent span, decoding) runs on every stock class on this machine.
+    The weights are random, so the replies are noise: what this shows is that the same code path (image and chat
+    template, vision tower, prefill, latent span, decoding) runs on every stock class on this machine.
 
     Examples:
       realvr demo

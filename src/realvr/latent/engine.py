@@ -1,11 +1,13 @@
-"""The latent span, once: prefill, K latent steps, extension by tokens or embeddings, teacher-forced scores, attention rows.
+"""The latent span, once: prefill, K latent steps, extension by tokens or embeddings, teacher-forced scores, attention
+rows.
 
-Training, rollout, evaluation and diagnostics all use these functions. Order of a turn: prompt, ``<|lvr_start|>``, z_1 … z_K,
-``<|lvr_end|>``, answer text. ``z_t`` is the hidden state after the final norm at the position before slot t, fed raw as the
-input of slot t; ``z_1`` is the state at ``<|lvr_start|>``. The span is forced and closed: no token is ever sampled inside it.
-K = 0 means no span and no markers.
+Training, rollout, evaluation and diagnostics all use these functions. Order of a turn: prompt, ``<|lvr_start|>``, z_1
+… z_K, ``<|lvr_end|>``, answer text. ``z_t`` is the hidden state after the final norm at the position before slot t,
+fed raw as the input of slot t; ``z_1`` is the state at ``<|lvr_start|>``. The span is forced and closed: no token is
+ever sampled inside it. K = 0 means no span and no markers.
 
-Departure from the paper's wording: none. Departure from the plain schedule: ``z_K`` and ``<|lvr_end|>`` enter in one pass.
+Departure from the paper's wording: none. Departure from the plain schedule: ``z_K`` and ``<|lvr_end|>`` enter in one
+pass.
 """
 
 from __future__ import annotations
@@ -43,11 +45,12 @@ def advance(
     matrix: Matrix | None = None,
     checkpointed: bool = False,
 ) -> tuple[State, Tensor]:
-    """One pass of the decoder over new columns; returns the longer state and the hidden states (B, T, D) of these columns.
+    """One pass of the decoder over new columns; returns the longer state and the hidden states (B, T, D) of these
+    columns.
 
     ``positions`` is (B, T), or (3, B, T) with images. ``real_BT`` marks padding (None: no padding in these columns);
-    ``segment_BT`` isolates branches or packed examples, see :class:`realvr.backbone.attention.Columns`. ``place_BT`` matters to
-    families with sliding windows only, where positions are not consecutive; by default it is the position.
+    ``segment_BT`` isolates branches or packed examples, see :class:`realvr.backbone.attention.Columns`. ``place_BT``
+    matters to families with sliding windows only, where positions are not consecutive; by default it is the position.
     """
     rows, new, _ = embeds_BTD.shape
     device = embeds_BTD.device
@@ -78,7 +81,8 @@ def advance(
 
 
 def _blocks(image_BT: Tensor, offset: int) -> Tensor:
-    """Number of the image that each column belongs to (-1: none): the absolute column at which its run of tokens starts."""
+    """Number of the image that each column belongs to (-1: none): the absolute column at which its run of tokens
+    starts."""
     column = torch.arange(image_BT.shape[1], device=image_BT.device) + offset
     starts = image_BT & ~torch.nn.functional.pad(image_BT, (1, 0))[:, :-1]
     first = torch.where(starts, column, -1).cummax(-1).values
@@ -106,8 +110,8 @@ def _layers_checkpointed(backbone: Backbone, wanted: bool) -> Iterator[None]:
         return
     if not wanted:
         raise UserError(
-            "gradient checkpointing is enabled on the model, but this pass asked for cached memory: transformers drops its "
-            "key/value cache there with only a warning. Call model.gradient_checkpointing_disable() and choose "
+            "gradient checkpointing is enabled on the model, but this pass asked for cached memory: transformers drops "
+            "its key/value cache there with only a warning. Call model.gradient_checkpointing_disable() and choose "
             "memory='checkpointed-prefill' or memory='checkpointed' instead; both are exact"
         )
     switches: list[Any] = [m for m in backbone.decoder.modules() if hasattr(m, "gradient_checkpointing")]
@@ -138,8 +142,8 @@ def prefill(
 ) -> tuple[State, Tensor]:
     """Read a batch of prompts; returns the state and the hidden states (B, T, D).
 
-    ``visual`` are the visual tokens of ``batch.images``; they are computed here when not given. With ``state``, the batch
-    continues it (a later turn): build it with ``backbone.batch(prompts, start_B=state.next_B)``.
+    ``visual`` are the visual tokens of ``batch.images``; they are computed here when not given. With ``state``, the
+    batch continues it (a later turn): build it with ``backbone.batch(prompts, start_B=state.next_B)``.
     """
     visual = backbone.see(batch.images) if visual is None else visual
     has_images = bool(batch.images)
@@ -214,8 +218,8 @@ def think(
 def splice(
     backbone: Backbone, state: State, latents_BKD: Tensor, *, checkpointed: bool = False, **options: Any
 ) -> tuple[State, Tensor]:
-    """A span whose latents are given (replay, exchange), in one pass. Returns the state after ``<|lvr_end|>`` and the hidden
-    states (B, K, D) one position before each slot: for recorded latents, the latents themselves."""
+    """A span whose latents are given (replay, exchange), in one pass. Returns the state after ``<|lvr_end|>`` and the
+    hidden states (B, K, D) one position before each slot: for recorded latents, the latents themselves."""
     count = latents_BKD.shape[1]
     if count == 0:
         return state, latents_BKD
@@ -262,8 +266,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability (N,) of each id under its row, and the entropy (N,, detached) of the row.
 
-    Rows pass the LM head in chunks; with gradients each chunk is recomputed in backward, so that no more than ``chunk`` rows of
-    vocabulary size are ever alive.
+    Rows pass the LM head in chunks; with gradients each chunk is recomputed in backward, so that no more than
+    ``chunk`` rows of vocabulary size are ever alive.
     """
 
     def run(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -291,7 +295,8 @@ def score(
     forbidden: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, State]:
-    """Teacher-forced log-probabilities (B, G, S) of G continuations of each row, their entropies, and the state after them.
+    """Teacher-forced log-probabilities (B, G, S) of G continuations of each row, their entropies, and the state after
+    them.
 
     The G continuations are branches of one trunk: they share its keys and values without copies and do not see each
     other. Only real tokens pass the LM head; padding gets 0. Probe rows count the flattened (G * S) columns.

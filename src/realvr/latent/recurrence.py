@@ -1,9 +1,9 @@
 """The differentiable latent trajectory: K free-running steps with gradients through the recurrence and the prompt.
 
-Three exact memory modes. ``cached`` keeps every activation and a copy of the keys and values per step. ``checkpointed-prefill``
-recomputes the prompt's layers in backward. ``checkpointed`` also recomputes the steps' layers, so that no joined copy of keys
-and values outlives its step. All three give the same numbers: keys and values travel with the pass, not in a cache object
-that HF gradient checkpointing would drop.
+Three exact memory modes. ``cached`` keeps every activation and a copy of the keys and values per step.
+``checkpointed-prefill`` recomputes the prompt's layers in backward. ``checkpointed`` also recomputes the steps'
+layers, so that no joined copy of keys and values outlives its step. All three give the same numbers: keys and values
+travel with the pass, not in a cache object that HF gradient checkpointing would drop.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Group rollout: one prefill and one latent span per prompt, G sampled continuations.
 
-The latents are deterministic given the prompt, so the G completions share them and only the text branches. The branches grow
-side by side on one trunk: a step feeds one token per unfinished branch, the prompt's keys and values are neither copied nor
-read G times, and finished branches and prompts leave the batch.
+The latents are deterministic given the prompt, so the G completions share them and only the text branches. The
+branches grow side by side on one trunk: a step feeds one token per unfinished branch, the prompt's keys and values
+are neither copied nor read G times, and finished branches and prompts leave the batch.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def rollout(
     latents: int | None = None,
     visual: VisualTokens | None = None,
 ) -> Rollout:
-    """Sample ``group`` completions of each prompt after one shared latent span of K = ``latents`` (the checkpoint's K)."""
+    """Sample ``group`` completions of each prompt after one shared latent span of K = ``latents`` (the checkpoint's
+    K)."""
     sampling = sampling or Sampling()
     count = backbone.latents if latents is None else latents
     if count < 0:

@@ -1,8 +1,8 @@
 """Choosing the next token, reproducibly.
 
-Random numbers are drawn per prompt and completion on the CPU before decoding starts, and used by inverse transform. What a
-completion becomes therefore depends on its own seed only: not on the batch it shares, on which rows finished earlier,
-or on the device's generator.
+Random numbers are drawn per prompt and completion on the CPU before decoding starts, and used by inverse transform.
+What a completion becomes therefore depends on its own seed only: not on the batch it shares, on which rows finished
+earlier, or on the device's generator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from realvr.errors import UserError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How text is decoded. Defaults are the paper's rollout: temperature 0.6, no top-p, no top-k, at most 192 new tokens."""
+    """How text is decoded. Defaults are the paper's rollout: temperature 0.6, no top-p, no top-k, at most 192 new
+    tokens."""
 
     temperature: float = 0.6
     """0 is greedy."""

@@ -1,7 +1,7 @@
 """The decoding state: keys and values, what each column is, and the hidden state that comes next.
 
-A state is never changed in place: every operation returns a new one that shares tensors with the old. A fork is therefore free,
-and a branch cannot disturb its trunk.
+A state is never changed in place: every operation returns a new one that shares tensors with the old. A fork is
+therefore free, and a branch cannot disturb its trunk.
 """
 
 from __future__ import annotations
