@@ -22,10 +22,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
-import golden_cases  # noqa: E402
 import torch  # noqa: E402
 from transformers import AutoProcessor  # noqa: E402
 
+import golden_cases  # noqa: E402
 from realvr.backbone import tiny  # noqa: E402
 from realvr.backbone.families import FAMILIES, Family  # noqa: E402
 

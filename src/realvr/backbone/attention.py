@@ -7,7 +7,7 @@ Stock layers call the function that is registered under ``TEXT_ATTENTION``. When
   is involved, so nothing is dropped silently when HF gradient checkpointing is on: a recomputed layer sees the same
   tensors;
 * builds the mask from the facts of each column: is it real (padding), which segment it belongs to (packed examples,
-  branches of one prompt), which image block (Gemma 3 attends both ways inside an image), its place for a sliding window;
+  branches of one prompt), which image block (Gemma 3 attends both ways inside an image), its place (sliding window);
 * hands out attention rows, or the whole matrix inside the graph, without ``output_attentions``.
 
 Without a :class:`Pass` it is stock SDPA, so the same model object still works with stock ``forward`` and ``generate``.
