@@ -10,6 +10,7 @@ to the machine.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import time
 from collections.abc import Callable
@@ -123,6 +124,7 @@ def main() -> None:
     for preset in args.preset:
         run(preset, torch.device(args.device), getattr(torch, args.dtype), args)
         if args.device.startswith("cuda"):
+            gc.collect()
             torch.cuda.empty_cache()
 
 
