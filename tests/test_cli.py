@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from realvr.cli import COMMANDS
+from realvr.cli import COMMANDS, main
 
 
 def run(*args: str | Path, code: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -120,14 +120,23 @@ def errors(tmp_path: Path, model: Path, picture: Path) -> dict[str, tuple[tuple[
     }
 
 
-def test_wrong_input_is_one_line_and_exit_code_2(tmp_path: Path, model: Path, picture: Path) -> None:
+def test_wrong_input_is_one_line_and_exit_code_2(
+    tmp_path: Path, model: Path, picture: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, (args, expected) in errors(tmp_path, model, picture).items():
-        done = run(*args)
-        message = done.stderr.strip()
-        assert done.returncode == 2, f"{name}: exit code {done.returncode}\n{message}"
+        code = main([str(arg) for arg in args])
+        out, message = capsys.readouterr()
+        message = message.strip()
+        assert code == 2, f"{name}: exit code {code}\n{message}"
         assert expected in message, f"{name}: {message}"
         assert len(message.splitlines()) == 1 and message.startswith("realvr: error: "), f"{name}: {message}"
-        assert done.stdout == "", name
+        assert out == "", name
+
+
+def test_an_error_in_a_real_process_has_no_traceback(model: Path, tmp_path: Path) -> None:
+    done = run("ask", model, tmp_path / "no.png", "What?")
+    assert done.returncode == 2
+    assert done.stderr.strip() == f"realvr: error: image {tmp_path / 'no.png'} does not exist"
 
 
 def test_unknown_option_is_exit_code_2(model: Path, picture: Path) -> None:

@@ -180,7 +180,7 @@ class PromptEncoder:
         if len(ids) > self.context_length:
             raise UserError(
                 f"prompt has {len(ids)} tokens ({visual} of them visual), the model's context is "
-                f"{self.context_length}: use a smaller visual-token budget or fewer images"
+                f"{self.context_length}: shorten the text, or use a smaller visual-token budget or fewer images"
             )
         latents = tuple(turn.latents for turn in turns if turn.latents is not None and len(turn.latents))
         prompt = Prompt(torch.tensor(ids, dtype=torch.long), images, latents)

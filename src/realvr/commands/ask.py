@@ -80,14 +80,14 @@ def ask(
     sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, max_new=max_new)
     backbone = Backbone.load(model, device=device, dtype=dtype, min_tokens=min_tokens, max_tokens=max_tokens)
     count = backbone.latents if latents is None else latents
+    text = f"{question}\n{instruction}" if instruction else question
+    result = answer(backbone, images, text, count, sampling, seed)
     if backbone.markers_added and count:
         print(
             f"realvr: note: {model} was not trained with latent slots, so its markers are untrained; "
             "train Stage 1 first, or ask with --latents 0",
             file=sys.stderr,
         )
-    text = f"{question}\n{instruction}" if instruction else question
-    result = answer(backbone, images, text, count, sampling, seed)
     print(json_module.dumps(result, ensure_ascii=False) if json else result["answer"])
     return 0
 
