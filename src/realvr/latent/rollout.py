@@ -8,7 +8,7 @@ are neither copied nor read G times, and finished branches and prompts leave the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -83,20 +83,19 @@ def rollout(
         raise UserError(f"latents is {count}: the number of latent slots cannot be negative")
     if not prompts:
         return Rollout([], torch.empty(0, count, backbone.width), sampling.policy_temperature)
-    room = _room(backbone, prompts, count)
+    limits = [min(sampling.max_new, _room(backbone, prompt, count)) for prompt in prompts]
     state, _ = prefill(backbone, backbone.batch(prompts), visual)
     state, z_BKD = think(backbone, state, count)
-    completions = decode(backbone, state, group, replace(sampling, max_new=min(room, sampling.max_new)), seed)
+    completions = decode(backbone, state, group, sampling, seed, limits)
     return Rollout(completions, z_BKD, sampling.policy_temperature)
 
 
-def _room(backbone: Backbone, prompts: Sequence[Prompt], latents: int) -> int:
+def _room(backbone: Backbone, prompt: Prompt, latents: int) -> int:
     """Tokens that can still be decoded before the context is full."""
-    longest = max(len(prompt) for prompt in prompts)
-    room = backbone.context_length - longest - (latents + 2 if latents else 0)
+    room = backbone.context_length - len(prompt) - (latents + 2 if latents else 0)
     if room < 1:
         raise UserError(
-            f"a prompt of {longest} tokens with {latents} latents leaves no room to answer: "
+            f"a prompt of {len(prompt)} tokens with {latents} latents leaves no room to answer: "
             f"the model's context is {backbone.context_length} tokens"
         )
     return room
@@ -107,21 +106,29 @@ class _Branch:
     prompt: int
     number: int
     completion: Completion
+    limit: int
 
 
 @torch.no_grad()
 def decode(
-    backbone: Backbone, state: State, group: int, sampling: Sampling, seed: int | Sequence[int] = 0
+    backbone: Backbone,
+    state: State,
+    group: int,
+    sampling: Sampling,
+    seed: int | Sequence[int] = 0,
+    limits: Sequence[int] | None = None,
 ) -> list[list[Completion]]:
-    """Sample ``group`` continuations of each row of ``state``."""
-    uniform = draws(prompt_seeds(seed, state.rows), group, sampling.max_new)
+    """Sample ``group`` continuations of each row of ``state``, at most ``limits[row]`` tokens (default: ``max_new``)."""
+    limits = [sampling.max_new] * state.rows if limits is None else limits
+    steps = max(limits, default=0)
+    uniform = draws(prompt_seeds(seed, state.rows), group, steps)
     forbidden = backbone.forbidden_ids().to(backbone.device)
     completions = [[Completion() for _ in range(group)] for _ in range(state.rows)]
     # rows[r] holds the unfinished branches of row r of the (shrinking) state, in the order their tokens are fed.
-    rows = [[_Branch(p, g, completions[p][g]) for g in range(group)] for p in range(state.rows)]
+    rows = [[_Branch(p, g, completions[p][g], limits[p]) for g in range(group)] for p in range(state.rows)]
     hidden = state.last_BD[:, None]
     start = state.next_B
-    for step in range(sampling.max_new):
+    for step in range(steps):
         branches = [branch for row in rows for branch in row]
         if step == 0:  # every branch of a row starts from the same state: one row of logits serves them all
             logp = log_softmax_rows(backbone, hidden[:, 0], sampling.policy_temperature, forbidden)
@@ -135,7 +142,7 @@ def decode(
             branch.completion.ids.append(token)
             branch.completion.logprobs.append(value)
         survivors = _finish(backbone, rows, sampling)
-        if step + 1 == sampling.max_new or not any(survivors):
+        if not any(survivors):
             break
         state, start, rows = _drop_rows(state, start, survivors)
         state, hidden = _feed(backbone, state, rows, start + step)
@@ -156,7 +163,7 @@ def _finish(backbone: Backbone, rows: list[list[_Branch]], sampling: Sampling) -
                 done.finish = "eos"
             elif sampling.stop and sampling.stop in backbone.tokenizer.decode(done.ids[-_TAIL:]):
                 done.finish = "stop"
-            else:
+            elif len(done.ids) < branch.limit:
                 alive.append(branch)
         survivors.append(alive)
     return survivors

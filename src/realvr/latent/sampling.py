@@ -50,11 +50,14 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def draws(seeds: Sequence[int], group: int, steps: int) -> Tensor:
-    """Uniform numbers (B, G, steps) in [0, 1): row b from ``seeds[b]`` alone."""
-    rows = [
-        torch.rand(group, steps, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in seeds
+    """Uniform numbers (B, G, steps) in [0, 1): completion g of row b from (``seeds[b]``, g) alone.
+
+    Neither G nor the token limit changes them, so that a shorter limit gives the beginning of the same completion."""
+    generators = [
+        torch.Generator().manual_seed((seed + g * 0x94D049BB133111EB) % 2**63) for seed in seeds for g in range(group)
     ]
-    return torch.stack(rows) if rows else torch.empty(0, group, steps, dtype=torch.float64)
+    rows = [torch.rand(steps, dtype=torch.float64, generator=generator) for generator in generators]
+    return torch.stack(rows).view(len(seeds), group, steps) if rows else torch.empty(len(seeds), group, steps)
 
 
 def prompt_seeds(seed: int | Sequence[int], count: int) -> list[int]:
