@@ -118,7 +118,7 @@ def decode(
     seed: int | Sequence[int] = 0,
     limits: Sequence[int] | None = None,
 ) -> list[list[Completion]]:
-    """Sample ``group`` continuations of each row of ``state``, at most ``limits[row]`` tokens (default: ``max_new``)."""
+    """Sample ``group`` continuations of each row of ``state``, at most ``limits[row]`` tokens each (``max_new``)."""
     limits = [sampling.max_new] * state.rows if limits is None else limits
     steps = max(limits, default=0)
     uniform = draws(prompt_seeds(seed, state.rows), group, steps)
