@@ -1,8 +1,9 @@
 """The latent span, slowly: stock transformers and torch only, no cache, written from the method and not from `realvr`.
 
-`z_t` is the last hidden state after the final norm at the position before slot t, fed raw as the input of slot t; `z_1` is the
-state at `<|lvr_start|>`. Every latent re-runs the *whole* sequence. Positions come from the stock `get_rope_index` (Qwen) over
-the whole sequence, masks from the stock mask functions, image features from the stock `get_image_features`.
+`z_t` is the last hidden state after the final norm at the position before slot t, fed raw as the input of slot t; `z_1`
+is the state at `<|lvr_start|>`. Every latent re-runs the *whole* sequence. Positions come from the stock
+`get_rope_index` (Qwen) over the whole sequence, masks from the stock mask functions, image features from the stock
+`get_image_features`.
 
 Nothing here imports `realvr`: a mistake there cannot hide here.
 """
@@ -41,7 +42,7 @@ def _norm_forward(norm: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def widen_norms(model: nn.Module) -> None:
-    """Stock RMSNorm computes in float32 whatever the dtype; replace its arithmetic on this instance (float64 tests only)."""
+    """Stock RMSNorm computes in float32 whatever the dtype; replace its arithmetic on this instance (for float64)."""
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = lambda hidden, norm=module: _norm_forward(norm, hidden)  # type: ignore[method-assign]
@@ -52,7 +53,9 @@ def wide_softmax() -> Iterator[None]:
     """Stock routers and eager attention ask `softmax` for float32; never let it be narrower than its input."""
     stock = F.softmax
 
-    def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Tensor:
+    def softmax(
+        input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+    ) -> Tensor:
         if dtype is not None:
             dtype = torch.promote_types(dtype, input.dtype)
         return stock(input, dim=dim, dtype=dtype)
@@ -117,7 +120,9 @@ def _flat(features: Any, width: int) -> Tensor:
     return features.reshape(-1, width) if isinstance(features, Tensor) else torch.cat(list(features))
 
 
-def append(model: Any, sequence: Sequence, ids: Tensor, embeds: Tensor | None = None, mask: Tensor | None = None) -> Sequence:
+def append(
+    model: Any, sequence: Sequence, ids: Tensor, embeds: Tensor | None = None, mask: Tensor | None = None
+) -> Sequence:
     """The sequence with further columns: text ids (B, n), or raw `embeds` (B, n, D) under these ids."""
     embeds = model.model.get_input_embeddings()(ids) if embeds is None else embeds
     mask = torch.ones_like(ids) if mask is None else mask.long()

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reference
 import torch
-from helpers import DEVICE, DTYPE, stock_inputs
 from torch import Tensor
 
+import reference
+from helpers import DEVICE, DTYPE, stock_inputs
 from realvr.backbone import Backbone, Prompt
 
 
@@ -57,11 +57,13 @@ class Pair:
 
 @pytest.fixture(scope="session")
 def marked(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint with markers whose embeddings differ (new markers all start at the mean, which would hide a mix-up)."""
+    """The checkpoint, its markers with different embeddings: new ones all start at the mean, hiding a mix-up."""
     backbone = Backbone.load(checkpoint, dtype=torch.float32, device="cpu")
     markers = backbone.markers
     generator = torch.Generator().manual_seed(5)
-    for weight in {id(w): w for w in (backbone.core.get_input_embeddings().weight, backbone.model.lm_head.weight)}.values():
+    for weight in {
+        id(w): w for w in (backbone.core.get_input_embeddings().weight, backbone.model.lm_head.weight)
+    }.values():
         scale = float(weight.detach().std())
         with torch.no_grad():
             for token in (markers.start, markers.slot, markers.end):

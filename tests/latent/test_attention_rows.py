@@ -1,4 +1,4 @@
-"""Attention rows and matrices without ``output_attentions``, against stock eager attention over the whole sequence in one pass."""
+"""Attention rows and matrices without ``output_attentions``, against stock eager attention over the whole sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The differentiable trajectory: values and gradients against cache-free stock recomputation and finite differences, float64.
+"""The differentiable trajectory in float64: values and gradients against cache-free stock recomputation.
 
 Measured on the CPU: gradients agree with the reference to 1e-12 relative or better in every family. The MoE family
 too, once its router's float32 softmax is widened on both sides; with the stock router it agrees to a few 1e-8.
@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import reference
 import torch
-from helpers import DEVICE, ask
 from torch import Tensor
 
+import reference
+from helpers import DEVICE, ask
 from realvr.backbone import Backbone, Batch, Probe
 from realvr.errors import UserError
 from realvr.latent import extend, prefill, score, think, trajectory
@@ -71,8 +71,8 @@ def gradients(model: Any, scalar: Tensor) -> dict[str, Tensor]:
 
 
 def relative(ours: dict[str, Tensor], right: dict[str, Tensor]) -> float:
-    """Largest relative difference over the parameters. A parameter whose gradient is nothing but rounding beside the others
-    (below 1e-6 of the largest) is measured on that floor."""
+    """Largest relative difference over the parameters. A gradient that is nothing but rounding beside the others (below
+    1e-6 of the largest) is measured on that floor."""
     assert ours.keys() == right.keys()
     floor = 1e-6 * max(float(g.norm()) for g in right.values())
     assert floor > 0
@@ -145,7 +145,7 @@ def test_detached_latents_give_another_gradient(exact: Any, right: Any) -> None:
 
 
 def _directions(backbone: Backbone, batch: Batch) -> dict[str, dict[str, Tensor]]:
-    """Random directions in parameter space: everything, one key and one value projection, one embedding row of the prompt."""
+    """Random directions in parameter space: everything, a key and a value projection, a prompt token's embedding."""
     parameters = {n: p for n, p in backbone.model.named_parameters() if p.requires_grad}
     embedding = next(n for n, p in parameters.items() if p is backbone.core.get_input_embeddings().weight)
     row = torch.zeros_like(parameters[embedding])
