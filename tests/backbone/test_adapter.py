@@ -53,9 +53,9 @@ def stock_logits(model: Any, backbone: Backbone, prompts: list[Prompt]) -> Tenso
 
 
 def gap(backbone: Backbone, mine: Tensor, theirs: Tensor) -> float:
-    """Largest difference of logits (…, V). In half precision a router close to a tie sends a few tokens to another expert,
-    between eager and SDPA attention of stock transformers too: there, the largest over nine tokens in ten."""
-    if "moe" not in backbone.family.name or DTYPE == torch.float32:
+    """Largest difference of logits (…, V). In half precision a router close to a tie sends a few tokens to another
+    expert, between eager and SDPA attention of stock transformers too: there, the largest over nine tokens in ten."""
+    if "moe" not in backbone.family.name or DTYPE not in (torch.bfloat16, torch.float16):
         return difference(mine, theirs)
     per_token = (mine.double() - theirs.double()).abs().amax(-1).flatten()
     return float(per_token.quantile(0.9, interpolation="lower"))
