@@ -42,7 +42,7 @@ from realvr.backbone import FAMILIES, Backbone, Probe, Prompt, Turn  # noqa: E40
 from realvr.backbone.prompts import tail  # noqa: E402
 from realvr.backbone.tiny import build  # noqa: E402
 from realvr.latent import Sampling, extend, prefill, score, splice, think, trajectory  # noqa: E402
-from realvr.latent.rollout import rollout  # noqa: E402
+from realvr.latent.group import rollout  # noqa: E402
 
 K = 8
 GROUP = 4
@@ -322,7 +322,8 @@ def table(lines: list[Line]) -> str:
         stock = "" if line.yardstick is None else f"{line.yardstick:.1e}"
         rows.append(
             f"{line.family:13} {line.dtype:9} {line.check:32}"
-            f" {line.absolute:8.1e}{marks[0]} {line.relative:8.1e}{marks[1]} {stock:>8} {line.tolerance:9.1e}  {'PASS' if line.ok else 'FAIL'}"
+            f" {line.absolute:8.1e}{marks[0]} {line.relative:8.1e}{marks[1]} {stock:>8}"
+            f" {line.tolerance:9.1e}  {'PASS' if line.ok else 'FAIL'}"
         )
     return "\n".join([*rows, "* is what is compared with 'allowed'"])
 

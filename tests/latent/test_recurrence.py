@@ -1,7 +1,7 @@
 """The differentiable trajectory in float64: values and gradients against cache-free stock recomputation.
 
-Measured on the CPU: gradients agree with the reference to 1e-12 relative or better in every family. The MoE family
-too, once its router's float32 softmax is widened on both sides; with the stock router it agrees to a few 1e-8.
+Measured on the CPU: gradients agree with the reference to 1e-14 relative in every family, the memory modes bit for bit.
+That holds for the MoE family once its router's float32 softmax is widened on both sides; with the stock router 2e-7.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def test_branches_have_the_gradients_of_separate_passes(exact: Any) -> None:
         for branch in range(group):
             count = int(lengths[row, branch])
             alone = reference.answer_logprobs(exact.stock, sequence, ids[row, branch, None, :count])[0]
-            assert float((alone - logp[row, branch, :count]).abs().max()) <= TOLERANCE
+            assert float((alone - logp[row, branch, :count]).detach().abs().max()) <= TOLERANCE
             expected = expected + (alone * weight[row, branch, :count]).sum()
     assert bool((logp[~real] == 0).all())
     assert relative(found, gradients(exact.stock, expected)) <= TOLERANCE
@@ -281,6 +281,7 @@ def test_a_cached_pass_refuses_gradient_checkpointing(fresh_exact: Any, right: A
     assert relative(gradients(backbone.model, scalar), right[2]) <= TOLERANCE
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_reentrant_checkpointing_of_the_model_loses_no_gradient(fresh_exact: Any, right: Any) -> None:
     """Reentrant checkpointing runs layers without a graph: keys and values kept from there would carry no gradient."""
     backbone = fresh_exact.ours
