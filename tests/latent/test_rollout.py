@@ -21,7 +21,7 @@ from helpers import DEVICE, DTYPE, ask, difference, load_stock, mixed_prompts, s
 from realvr.backbone import Backbone, Prompt, Turn
 from realvr.errors import UserError
 from realvr.latent.engine import prefill, score, splice, think
-from realvr.latent.rollout import Rollout, rollout
+from realvr.latent.group import Rollout, rollout
 from realvr.latent.sampling import GREEDY, Sampling, choose, draws
 
 pytestmark = pytest.mark.skipif(torch.float32 != DTYPE, reason="the best token is a toss-up in half precision")

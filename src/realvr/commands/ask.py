@@ -97,7 +97,7 @@ def answer(
 ) -> dict[str, Any]:
     """Answer one question; what ``realvr ask --json`` prints."""
     from realvr.backbone.types import Turn
-    from realvr.latent.rollout import rollout
+    from realvr.latent.group import rollout
 
     begun = time.perf_counter()
     prompt = backbone.prompt([Turn("user", text, images=list(images))])

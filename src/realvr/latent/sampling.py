@@ -73,11 +73,14 @@ def choose(logp_NV: Tensor, uniform_N: Tensor, sampling: Sampling) -> Tensor:
     """Token ids (N,) from log-probabilities (N, V)."""
     if sampling.temperature == 0:
         return logp_NV.argmax(-1)
-    cumulative = _filter(logp_NV, sampling).exp().double().cumsum(-1)
+    kept = _filter(logp_NV, sampling)
+    cumulative = kept.exp().double().cumsum(-1)
     target = uniform_N.to(cumulative.device)[:, None] * cumulative[:, -1:]
-    # right=True: the first id whose cumulative mass exceeds the target, hence never one of zero probability.
-    chosen = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    return chosen.clamp(max=logp_NV.shape[1] - 1)
+    # right=True: the first id whose cumulative mass exceeds the target, hence not one of zero probability. A parallel
+    # sum may still be off by the last bit; an id of zero probability is then replaced, so that "never" is literal.
+    chosen = torch.searchsorted(cumulative, target, right=True).clamp(max=logp_NV.shape[1] - 1)
+    impossible = kept.gather(-1, chosen)[:, 0] == float("-inf")
+    return torch.where(impossible, kept.argmax(-1), chosen[:, 0])
 
 
 def _filter(logp_NV: Tensor, sampling: Sampling) -> Tensor:

@@ -22,7 +22,6 @@ from realvr.latent.sampling import Sampling, choose, draws, prompt_seeds
 from realvr.latent.state import State
 
 FinishReason = Literal["eos", "stop", "length"]
-_TAIL = 16  # tokens decoded to look for the stop text; longer than any reasonable tokenisation of it
 
 
 @dataclass
@@ -79,6 +78,8 @@ def rollout(
     K)."""
     sampling = sampling or Sampling()
     count = backbone.latents if latents is None else latents
+    if group < 1:
+        raise UserError(f"group is {group}: at least one completion per prompt is sampled")
     if count < 0:
         raise UserError(f"latents is {count}: the number of latent slots cannot be negative")
     if not prompts:
@@ -154,6 +155,7 @@ def decode(
 
 def _finish(backbone: Backbone, rows: list[list[_Branch]], sampling: Sampling) -> list[list[_Branch]]:
     """Set the finish reason of branches that just ended; return those that go on, row by row."""
+    tail = len(sampling.stop.encode()) + 1 if sampling.stop else 0  # a token holds at least one byte
     survivors = []
     for row in rows:
         alive = []
@@ -161,7 +163,7 @@ def _finish(backbone: Backbone, rows: list[list[_Branch]], sampling: Sampling) -
             done = branch.completion
             if done.ids[-1] in backbone.eos_ids:
                 done.finish = "eos"
-            elif sampling.stop and sampling.stop in backbone.tokenizer.decode(done.ids[-_TAIL:]):
+            elif sampling.stop and sampling.stop in backbone.tokenizer.decode(done.ids[-tail:]):
                 done.finish = "stop"
             elif len(done.ids) < branch.limit:
                 alive.append(branch)
