@@ -37,7 +37,8 @@ def random_backbone(preset: str, device: torch.device, dtype: torch.dtype, layer
     config = preset_config(preset)
     family = FAMILIES[PRESETS[preset].family]
     tokenizer = build_tokenizer(family.name)
-    config.image_token_id = tokenizer.convert_tokens_to_ids(family.image_token)
+    for name, token in (("image", family.image_token), ("vision_start", "<|vision_start|>"), ("video", "<|video_pad|>")):
+        setattr(config, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
     if layers is not None:
         config.text_config.num_hidden_layers = layers
         if getattr(config.text_config, "layer_types", None):

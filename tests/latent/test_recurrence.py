@@ -6,6 +6,8 @@ That holds for the MoE family once its router's float32 softmax is widened on bo
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor
 
 import reference
 from helpers import DEVICE, ask
-from realvr.backbone import Backbone, Batch, Probe
+from realvr.backbone import Backbone, Batch, Matrix, Probe
 from realvr.errors import UserError
 from realvr.latent import extend, prefill, score, think, trajectory
 
@@ -305,10 +307,30 @@ def test_checkpointed_passes_restore_all_flags(fresh_exact: Any, enabled: bool, 
     before = _flags(backbone)
     our_value(backbone, batch, "checkpointed")[0].backward()
     assert _flags(backbone) == before
-    outside = torch.full((2, 1), 10_000, device=DEVICE)
+    too_many = torch.zeros(len(batch) + 1, 1, dtype=torch.long, device=DEVICE)  # more rows than the batch has
     with pytest.raises((IndexError, RuntimeError)):
-        prefill(backbone, batch, probes=[Probe(rows=outside)], checkpointed=True)
+        prefill(backbone, batch, probes=[Probe(rows=too_many)], checkpointed=True)
     assert _flags(backbone) == before
+
+
+@pytest.mark.parametrize("memory", MODES)
+def test_nothing_outlives_a_step(fresh_exact: Any, memory: str) -> None:
+    """A circle through the graph would keep every step's activations, unseen by Python's collector."""
+    backbone = fresh_exact.ours
+    batch = backbone.batch(prompts_of(fresh_exact))
+    alive: list[weakref.ref[Tensor]] = []
+    watch = backbone.decoder.layers[0].register_forward_hook(lambda _m, _i, out: alive.append(weakref.ref(out)))
+    _, after, z = trajectory(backbone, batch, latents=K, memory=memory)
+    probe, matrix = Probe(columns=after.slots, gradient=True), Matrix()
+    ids = torch.zeros(len(batch), 2, dtype=torch.long, device=DEVICE)
+    probed, _ = extend(backbone, after, ids, probes=[probe], checkpointed=memory == "checkpointed")
+    full, hidden = extend(backbone, after, ids, matrix=matrix, checkpointed=memory == "checkpointed")
+    (z.sum() + probe.mean().sum() + hidden.sum()).backward()
+    watch.remove()
+    assert alive
+    del after, z, probe, matrix, probed, full, hidden, _
+    gc.collect()
+    assert not any(ref() is not None for ref in alive)
 
 
 def test_unknown_memory_mode(exact: Any) -> None:

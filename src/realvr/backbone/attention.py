@@ -15,7 +15,7 @@ Without a :class:`Pass` it is stock SDPA, so the same model object still works w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -126,15 +126,22 @@ class Pass:
     _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
     def close(self) -> list[Segments]:
-        """Keys and values of all layers with this pass's own appended. Later calls come from the recomputation of a
-        checkpointed layer during backward; they must not overwrite what the state already holds."""
+        """Keys and values of all layers with this pass's own appended.
+
+        Later calls come from the recomputation of a checkpointed layer during backward; they must not overwrite what
+        the state already holds. A checkpointed layer also keeps this object alive, so it must let go of every tensor
+        of its own graph: a circle through the graph is invisible to Python's collector and would never be freed.
+        """
         self._open = False
-        past = self.past or [()] * len(self.new)
-        if len(past) != len(self.new):
-            raise RuntimeError(f"{len(self.new)} of {len(past)} layers went through '{TEXT_ATTENTION}'")
+        new, self.new = self.new, {}
+        self.probes = tuple(replace(probe, layers={}) for probe in self.probes)
+        self.matrix = None if self.matrix is None else Matrix()
+        past = self.past or [()] * len(new)
+        if len(past) != len(new):
+            raise RuntimeError(f"{len(new)} of {len(past)} layers went through '{TEXT_ATTENTION}'")
         if self._merged:
-            return [(self.new[layer],) for layer in sorted(self.new)]
-        return [(*past[layer], self.new[layer]) for layer in sorted(self.new)]
+            return [(new[layer],) for layer in sorted(new)]
+        return [(*past[layer], new[layer]) for layer in sorted(new)]
 
     def remember(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keep this pass's keys and values; return them behind the earlier ones.
@@ -210,7 +217,7 @@ def _folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: fl
     folded = query.reshape(batch, kv_heads, group * rows, width)
     mask = mask[:, :, None].expand(-1, -1, group, -1, -1).reshape(mask.shape[0], 1, group * rows, -1)
     out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
-    return out.view(batch, heads, rows, -1).transpose(1, 2).contiguous()
+    return out.reshape(batch, heads, rows, -1).transpose(1, 2).contiguous()
 
 
 def attend(
