@@ -27,8 +27,8 @@ from realvr.backbone.presets import PRESETS, preset_config
 from realvr.backbone.tiny_tokenizer import build_tokenizer
 from realvr.backbone.types import Prompt, Turn
 from realvr.latent.engine import prefill, think
-from realvr.latent.recurrence import trajectory
 from realvr.latent.group import decode, rollout
+from realvr.latent.recurrence import trajectory
 from realvr.latent.sampling import Sampling
 
 
@@ -37,7 +37,8 @@ def random_backbone(preset: str, device: torch.device, dtype: torch.dtype, layer
     config = preset_config(preset)
     family = FAMILIES[PRESETS[preset].family]
     tokenizer = build_tokenizer(family.name)
-    for name, token in (("image", family.image_token), ("vision_start", "<|vision_start|>"), ("video", "<|video_pad|>")):
+    tokens = {"image": family.image_token, "vision_start": "<|vision_start|>", "video": "<|video_pad|>"}
+    for name, token in tokens.items():
         setattr(config, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
     if layers is not None:
         config.text_config.num_hidden_layers = layers

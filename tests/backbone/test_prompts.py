@@ -348,7 +348,7 @@ def test_prompt_longer_than_the_context(make: Make, name: str) -> None:
     assert len(exact.encode(turns)) == len(prompt)
     short = PromptEncoder(encoder.tokenizer, encoder.family, encoder.processor, len(prompt) - 1)
     message = (
-        rf"prompt has {len(prompt)} tokens \({prompt.images[0].tokens} of them visual\), .* {len(prompt) - 1}: use"
+        rf"prompt has {len(prompt)} tokens \({prompt.images[0].tokens} of them visual\), .* {len(prompt) - 1}: shorten"
     )
     refuses(short, turns, message)
 
