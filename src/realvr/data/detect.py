@@ -27,7 +27,7 @@ FORMATS: dict[str, Format] = {
     )
 }
 
-# Ordered from the most to the least telling columns: HR-Bench columns minus the cycle are nearly those of MME-RealWorld.
+# From the most to the least telling columns: HR-Bench columns minus the cycle are nearly those of MME-RealWorld.
 _TABLES: dict[str, tuple[str, ...]] = {
     "hr-bench": hr_bench.REQUIRED,
     "mme-realworld": mme_realworld.REQUIRED,
@@ -92,7 +92,7 @@ def _by_columns(path: Path, found: list[str]) -> Format:
 
 
 def _detect_json(path: Path) -> Format:
-    rows = [row for row in islice(json_rows(path), _PROBE_ROWS)]
+    rows = list(islice(json_rows(path), _PROBE_ROWS))
     objects = [row.data for row in rows if row.error is None]
     for data in objects:
         if name := _json_format(data):

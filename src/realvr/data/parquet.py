@@ -75,3 +75,54 @@ def _cells(batch: pa.RecordBatch, index: int, names: list[str], number: int, pro
         except UnicodeDecodeError:
             return Row(number, error=BadRow(reasons.NOT_UTF8, f"column {name!r} is not UTF-8"), progress=progress)
     return Row(number, row, progress=progress)
+
+
+class ParquetSink:
+    """Writes rows to a parquet file, a group at a time, so that images do not pile up in memory.
+
+    Types are arrow type names; ``image`` is the usual struct of bytes and path.
+    """
+
+    GROUP_ROWS = 1024
+    GROUP_BYTES = 32 << 20
+
+    def __init__(self, path: Path, types: dict[str, str]) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        special = {
+            "list<string>": pa.list_(pa.string()),
+            "image": pa.struct([("bytes", pa.binary()), ("path", pa.string())]),
+        }
+        fields = [(name, special.get(kind) or pa.type_for_alias(kind)) for name, kind in types.items()]
+        self.schema = pa.schema(fields)
+        self.pending: list[dict[str, Any]] = []
+        self.weight = 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Dictionaries only pay for short repeated text, and a dictionary of photographs is held in memory.
+        plain = [name for name, kind in types.items() if kind == "string" and name != "image"]
+        self.writer = pq.ParquetWriter(path, self.schema, use_dictionary=plain)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Queue one row."""
+        self.pending.append(row)
+        cells = [cell.get("bytes") if isinstance(cell, dict) else cell for cell in row.values()]
+        self.weight += sum(len(cell) for cell in cells if isinstance(cell, str | bytes))
+        if len(self.pending) >= self.GROUP_ROWS or self.weight >= self.GROUP_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        import pyarrow as pa
+
+        if self.pending:
+            self.writer.write_table(pa.Table.from_pylist(self.pending, schema=self.schema))
+            self.pending.clear()
+            self.weight = 0
+
+    def __enter__(self) -> ParquetSink:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._flush()
+        self.writer.close()

@@ -11,11 +11,11 @@ from typing import Any, TextIO
 
 from realvr.data import reasons
 from realvr.data.detect import detect, files_of, format_named
+from realvr.data.image_file import ImageError
 from realvr.data.readers.base import Context, Format, ReadOptions, Row
 from realvr.data.reasons import BadRow
 from realvr.data.sample import ImageRef, Sample
 from realvr.errors import UserError
-from realvr.images_io import ImageError
 
 
 @dataclass
@@ -65,7 +65,7 @@ def read(
     """Samples of a file or folder, in file order, one at a time.
 
     ``format`` is detected unless named. Bad rows are dropped and counted in ``report``, or stop the reading with a
-    `UserError` that names file and row (``policy="strict"``). A file that cannot be read at all raises at the first step.
+    `UserError` that names file and row (``policy="strict"``). A file that cannot be read at all raises at once.
     """
     options = options or ReadOptions()
     path = Path(path)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from realvr.data.image_file import IMAGE_BROKEN, IMAGE_MISSING, IMAGE_NOT_A_FILE, IMAGE_TOO_LARGE
 from realvr.data.sample import BASE64_INVALID
 from realvr.errors import UserError
-from realvr.images_io import IMAGE_BROKEN, IMAGE_MISSING, IMAGE_NOT_A_FILE, IMAGE_TOO_LARGE
 
 # Files
 FILE_MISSING = "file_missing"
@@ -98,3 +100,6 @@ class FileError(UserError):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.reason, str(self))  # as `ImageError`: loader workers raise across processes

@@ -168,7 +168,7 @@ def parse_boxes(text: str) -> list[list[float]]:
 def normal_box(values: object, image: int, ctx: Context, size: tuple[int, int] | None = None) -> Box | None:
     """Four numbers -> `Box` in fractions, clipped; None where no area is left (counted as ``box_degenerate``).
 
-    ``size`` (width, height) converts from pixels. Inverted corners are swapped and overhanging boxes clipped, both counted.
+    ``size`` (width, height) converts from pixels. Inverted corners are swapped, overhang is clipped, both are counted.
     """
     if not isinstance(values, list | tuple) or len(values) != 4:
         raise BadRow(reasons.BOX_MALFORMED, f"box {values!r:.60} is not four numbers")

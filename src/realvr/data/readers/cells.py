@@ -11,7 +11,7 @@ from realvr.data.sample import FileSlice, ImageRef, decode_base64
 from realvr.data.streams import TableRow
 
 REFERENCE_LENGTH = 64
-"""Evaluation harnesses save space by writing another row's index where its image would stand; no image is this short."""
+"""Harnesses save space by writing another row's index where its image would stand; no image is this short."""
 
 
 def inline_id(ctx: Context, column: str = "image") -> str:

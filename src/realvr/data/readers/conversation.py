@@ -39,7 +39,7 @@ def turns_of(row: dict[str, Any]) -> list[tuple[Role, str]]:
 
 
 def messages_of(turns: list[tuple[Role, str]], images: int, ctx: Context) -> list[Message]:
-    """Turns before the reply, each with the images its ``<image>`` marks claim; unclaimed images go to the first user turn."""
+    """Turns before the reply, each with the images its ``<image>`` marks claim; the first user turn takes the rest."""
     messages: list[Message] = []
     used = marks = 0
     for role, text in turns:
@@ -62,7 +62,7 @@ def messages_of(turns: list[tuple[Role, str]], images: int, ctx: Context) -> lis
 
 
 def answer_of(reply: str) -> tuple[str, str]:
-    """(answer, response) of a reply: the last ``<answer>`` block, and the whole text where it says more than the answer."""
+    """(answer, response) of a reply: the last ``<answer>`` block, and the whole text where that says more."""
     plain = _LATENT.sub("", reply).strip()
     blocks = _ANSWER.findall(plain)
     answer = (blocks[-1] if blocks else plain).strip()

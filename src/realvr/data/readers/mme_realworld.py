@@ -1,4 +1,7 @@
-"""MME-RealWorld and its Lite set: JSON rows with image paths, or table rows with base64 images. Five options, E = absent."""
+"""MME-RealWorld and its Lite set: JSON rows with image paths, or table rows with base64 images.
+
+Five options; E means that the feature does not exist.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Visual-CoT: four-turn rows whose evidence box is written behind the image path, ``path###[x0, y0, x1, y1]``.
 
-The box after ``###`` is in pixels of the original image. The box in turn 1 is normalised in the frame padded to a square,
-so reading it as a fraction of the image is wrong on every image that is not square: it is never used here.
+The box after ``###`` is in pixels of the original image. The box in turn 1 is normalised in the frame padded to a
+square, so reading it as a fraction of the image is wrong on every image that is not square: it is never used here.
 """
 
 from __future__ import annotations
