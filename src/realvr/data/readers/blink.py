@@ -30,7 +30,8 @@ COLUMNS = ("idx", "question", "prompt", "choices", "answer", "sub_task", *IMAGES
 
 def parse(row: dict[str, Any], ctx: Context) -> Sample:
     """One row -> sample. The prompt that already carries the options is kept in ``meta``."""
-    images = [cell_image(row[name], ctx, name) for name in IMAGES if row.get(name) is not None]
+    name = text_of(row, "idx")
+    images = [cell_image(row[column], f"{name}/{column}") for column in IMAGES if row.get(column) is not None]
     if not images:
         raise BadRow(reasons.IMAGE_LIST_EMPTY, "image_1 to image_4 are all empty")
     options = require(row, "choices")
@@ -41,7 +42,7 @@ def parse(row: dict[str, Any], ctx: Context) -> Sample:
     if answer.lower() == "hidden":
         raise BadRow(reasons.ANSWER_HIDDEN, "the answer is withheld")
     return Sample.ask(
-        text_of(row, "idx"),
+        name,
         images,
         question_of(row, "question"),
         letter_answer(answer, choices),

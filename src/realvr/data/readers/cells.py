@@ -19,15 +19,14 @@ def inline_id(ctx: Context, column: str = "image") -> str:
     return f"{ctx.file.name}#{ctx.row}/{column}"
 
 
-def cell_image(cell: Any, ctx: Context, column: str) -> ImageRef:
-    """A parquet cell: bytes, a struct with ``bytes``, or base64 text."""
-    name = inline_id(ctx, column)
+def cell_image(cell: Any, name: str) -> ImageRef:
+    """A parquet cell: bytes, a struct with ``bytes``, or base64 text. ``name`` becomes the image's id."""
     if isinstance(cell, dict):
         cell = cell.get("bytes")
     if isinstance(cell, str):
         cell = decode_base64(cell, name)
     if not isinstance(cell, bytes) or not cell:
-        raise BadRow(reasons.IMAGE_LIST_EMPTY, f"column {column!r} holds no image")
+        raise BadRow(reasons.IMAGE_LIST_EMPTY, f"{name} holds no image")
     return ImageRef.from_bytes(name, cell)
 
 
@@ -38,7 +37,7 @@ def table_image(row: dict[str, Any], index: str, ctx: Context, column: str = "im
         cell = row.get(column)
         if isinstance(cell, str) and len(cell) <= REFERENCE_LENGTH and cell in known:
             return known[cell]
-        return cell_image(cell, ctx, column)
+        return cell_image(cell, inline_id(ctx, column))
     offset, length = row.image_at
     if length == 0:
         raise BadRow(reasons.IMAGE_LIST_EMPTY, f"column {column!r} is empty")

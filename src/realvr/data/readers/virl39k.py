@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,11 @@ def parse(row: dict[str, Any], ctx: Context) -> Sample:
     question, choices = split_options(untagged(question_of(row, "question"), len(images), ctx), answer)
     if not question:
         raise BadRow(reasons.QUESTION_EMPTY, "nothing but image marks")
-    rates = {key: row[key] for key in ("PassRate_32BTrained", "PassRate_7BBase") if row.get(key) is not None}
+    rates = {
+        key: row[key]
+        for key in ("PassRate_32BTrained", "PassRate_7BBase")
+        if isinstance(row.get(key), float | int) and math.isfinite(row[key])
+    }
     return Sample.ask(
         text_of(row, "qid"),
         images,
