@@ -62,7 +62,7 @@ def main() -> int:
     """Make the file, check it in a fresh process, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=500)
-    parser.add_argument("--folder", type=Path, default=None, help="where the file is written (default: a temporary one)")
+    parser.add_argument("--folder", type=Path, default=None, help="where the file is written")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         path = Path(folder) / "hr_bench_8k.tsv"
