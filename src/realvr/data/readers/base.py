@@ -19,7 +19,7 @@ from realvr.data.sample import LETTERS, Box, ImageRef, Source, strip_image_tags
 class ReadOptions:
     """How files are read. Every field is a flag of ``realvr data check``."""
 
-    images: Path | None = None
+    images: str | Path | None = None
     """Folder that image paths are relative to; None means the folder of the data file."""
     policy: Literal["skip", "strict"] = "skip"
     """``skip`` drops and counts bad rows; ``strict`` stops at the first, naming file and row."""
