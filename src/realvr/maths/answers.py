@@ -1,13 +1,13 @@
 """Which wrong answers are contrasted: parsing, canonical answers, the set ``Y_x^-``. Standard library only.
 
-Implements ``Unique{...}`` of app:construction-wrong-answers, and the canonical answer ``y_i`` with its parse failure that
-sec:prelim_vanilla_objective refers to (None stands for the bottom symbol).
+Implements ``Unique{...}`` of app:construction-wrong-answers, and the canonical answer ``y_i`` with its parse failure
+that sec:prelim_vanilla_objective refers to (None stands for the bottom symbol).
 
 Departures from the paper, and what it leaves open:
 
 * An answer parses if the completion has exactly one ``<answer>`` block with something in it.
-* The canonical form of a multiple-choice answer is its letter, whether the letter or the option's text was given. A text
-  that names no option, or two, does not parse.
+* The canonical form of a multiple-choice answer is its letter, whether the letter or the option's text was given. A
+  text that names no option, or two, does not parse.
 * Other answers keep their wording, since they are teacher-forced; only surrounding and repeated white space and a final
   period go. ``Unique`` also ignores case and keeps the first wording. Answers that are equal only
   as mathematics ("1/2", "0.5") count as two; pass a ``key`` that knows better where that matters.
@@ -34,7 +34,7 @@ def parse(completion: str, options: Sequence[str] = ()) -> str | None:
 
 
 def canonical(answer: str, options: Sequence[str] = ()) -> str | None:
-    """The canonical form of an answer: the letter of its option, or without ``options`` the tidied text. None if empty."""
+    """The canonical form of an answer: its option's letter or, without ``options``, the tidied text; None if empty."""
     text = _tidy(answer)
     if not options:
         return text or None
@@ -80,8 +80,8 @@ def wrong(
 ) -> list[str]:
     """``Y_x^-``: the distinct wrong answers among the canonical answers of a group, None being a parse failure.
 
-    ``correct(answer, truth)`` is the judge of the accuracy reward; ``has_content(answer)`` says whether the formatted answer
-    has a content token, which depends on the tokenizer. The truth must have one.
+    ``correct(answer, truth)`` is the judge of the accuracy reward; ``has_content(answer)`` says whether the formatted
+    answer has a content token, which depends on the tokenizer. The truth must have one.
     """
     if not has_content(truth):
         raise ValueError(f"the true answer {truth!r} has no content token: reject the example when reading the data")

@@ -8,8 +8,8 @@ Departures from the paper, and what it leaves open:
 
 * Nothing here stops a gradient. ``sg(w_t)`` stands where the paper writes it, in the losses of ``evidence``; the
   undetached ablation needs the same functions with gradients.
-* Layers whose attention cannot reach the latents (a sliding window that has passed them) count in the mean with zeros: the
-  paper averages over decoder layers, without exceptions.
+* Layers whose attention cannot reach the latents (a sliding window that has passed them) count in the mean with
+  zeros: the paper averages over decoder layers, without exceptions.
 * Without a wrong answer the contrast is zero, but raw attention still routes by ``r_t^+``: it uses no wrong answer.
 """
 
@@ -24,10 +24,10 @@ from realvr.maths.precision import masked, ratio, wide
 def readout(rows: Tensor, content: Tensor) -> Tensor:
     """``r_t(y)``: mean attention to each latent slot over layers, heads and the content positions of an answer.
 
-    ``rows`` are post-softmax attention from R query rows to the K slots, (L, B, H, R, K), or (L, B, R, K) if the mean over
-    heads is already taken (as ``Probe.stack`` gives them). ``content`` marks the content rows: (B, R) gives (B, K); for
-    several answers side by side, (B, Y, R) gives (B, Y, K). No renormalisation: the result sums to at most 1 over K. An
-    answer without a content row gets zeros; it should have been dropped before.
+    ``rows`` are post-softmax attention from R query rows to the K slots, (L, B, H, R, K), or (L, B, R, K) if the mean
+    over heads is already taken (as ``Probe.stack`` gives them). ``content`` marks the content rows: (B, R) gives (B,
+    K); for several answers side by side, (B, Y, R) gives (B, Y, K). No renormalisation: the result sums to at most 1
+    over K. An answer without a content row gets zeros; it should have been dropped before.
     """
     if rows.dim() not in (4, 5):
         raise ValueError(f"attention rows are (L, B, H, R, K) or (L, B, R, K), not of shape {tuple(rows.shape)}")
@@ -41,7 +41,7 @@ def readout(rows: Tensor, content: Tensor) -> Tensor:
 
 
 def mean_wrong(r_pos_BK: Tensor, r_wrong_BYK: Tensor, valid_BY: Tensor) -> Tensor:
-    """``r_t^-`` (B, K): mean readout over the valid wrong answers; ``r_t^+`` where there is none, so that the credit is 0."""
+    """``r_t^-`` (B, K): mean readout of the valid wrong answers (B, Y, K); ``r_t^+`` where none is valid: no credit."""
     valid = valid_BY.bool()
     total_BK = masked(wide(r_wrong_BYK), valid[..., None]).sum(1)
     mean_BK = ratio(total_BK, valid.sum(1)[:, None])

@@ -10,8 +10,8 @@ Departures from the paper, and what it leaves open:
   ``p+``, or in the contrastive loss without a valid negative, contributes exactly zero and stays in the graph. Zero
   negatives are dropped. Positive-only losses need no negative.
 * The cosine of a zero latent is 0 with a zero gradient; the paper does not say.
-* At the hinge ``g_t = m`` the subgradient is 0, as ``1{g_t < m}`` in app:gradient-undetached says. Negatives that tie for
-  the maximum share its gradient equally, so the loss does not depend on their order.
+* At the hinge ``g_t = m`` the subgradient is 0, as ``1{g_t < m}`` in app:gradient-undetached says. Negatives that tie
+  for the maximum share its gradient equally, so the loss does not depend on their order.
 * "No negatives" is called a plain cosine alignment in tab:mablation and a hinge in eq:where-what-losses. Both are here:
   ``positive_loss`` (hinge) and ``alignment_loss`` (1 - cos).
 """
@@ -94,8 +94,8 @@ def hardest(z_BKD: Tensor, negatives_BMD: Tensor, valid_BM: Tensor | None = None
 def margin(z_BKD: Tensor, positive_BD: Tensor, negatives_BMD: Tensor, valid_BM: Tensor | None = None) -> Tensor:
     """``g_t`` (B, K): cosine with ``p+`` minus the largest cosine with a negative.
 
-    ``negatives_BMD`` are each example's M prototypes, ``valid_BM`` says which are real. Examples for which ``defined`` is
-    false get 0, connected to the graph.
+    ``negatives_BMD`` are each example's M prototypes, ``valid_BM`` says which are real. Examples for which
+    ``defined`` is false get 0, connected to the graph.
     """
     g_BK = similarity(z_BKD, positive_BD) - hardest(z_BKD, negatives_BMD, valid_BM)
     return masked(g_BK, defined(positive_BD, negatives_BMD, valid_BM)[:, None])

@@ -1,17 +1,18 @@
 """The policy part of Stage 2: group advantages, the clipped objective, the KL penalty.
 
-Implements ``A_i``, ``J_clip`` and ``L_KL^text`` of eq:lvr_s2 (sec:prelim_vanilla_objective); the paper names them and leaves
-their form to GRPO.
+Implements ``A_i``, ``J_clip`` and ``L_KL^text`` of eq:lvr_s2 (sec:prelim_vanilla_objective); the paper names them and
+leaves their form to GRPO.
 
 Departures from the paper, and what it leaves open:
 
 * Advantages divide by std + 1e-4 with ddof=1. A group without variance, and a group of one, get exactly zero.
-* The objective is written with the bound inside the exponential, ``A * exp(min(log ratio, log(1 + eps)))`` for A >= 0 and
-  ``A * exp(max(log ratio, log(1 - eps)))`` for A < 0. That equals ``min(ratio * A, clip(ratio) * A)``, but a ratio that
-  overflows where it is clipped anyway costs no NaN in the gradient.
+* The objective is written with the bound inside the exponential, ``A * exp(min(log ratio, log(1 + eps)))`` for A >= 0
+  and ``A * exp(max(log ratio, log(1 - eps)))`` for A < 0. That equals ``min(ratio * A, clip(ratio) * A)``, but a
+  ratio that overflows where it is clipped anyway costs no NaN in the gradient.
 * KL is the k3 estimator, exp(d) - d - 1 with d = log ref - log policy, per token and reduced like the objective.
-* ``normalizer`` is additive over micro-batches and ranks: sum it over the whole optimizer step and pass it to ``loss``, and
-  accumulating 2 x B equals 1 x 2B for every reduction. ``bnpo`` and uneven ranks would differ otherwise.
+* ``normalizer`` is additive over micro-batches and ranks: sum it over the whole optimizer step and pass it to
+  ``loss``, and accumulating 2 x B equals 1 x 2B for every reduction. ``bnpo`` and uneven ranks would differ
+  otherwise.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from torch import Tensor
 from realvr.maths.precision import masked, ratio, wide
 
 Reduction = Literal["grpo", "dr_grpo", "bnpo"]
-"""``grpo``: mean over tokens, then over sequences. ``bnpo``: mean over all tokens. ``dr_grpo``: sum over tokens divided by
-sequences times the longest length allowed, so that no sequence's length matters."""
+"""``grpo``: mean over tokens, then over sequences. ``bnpo``: mean over all tokens. ``dr_grpo``: sum over tokens
+divided by sequences times the longest length allowed, so that no sequence's length matters."""
 
 
 def varied(rewards_PG: Tensor) -> Tensor:
@@ -54,7 +55,7 @@ def advantages(rewards_PG: Tensor, eps: float = 1e-4, *, scale: bool = True) -> 
 def token_objective(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, clip: float = 0.2, clip_high: float | None = None
 ) -> Tensor:
-    """Clipped objective of each token, to be maximised: (..., S) from log-probabilities (..., S) and advantages (...)."""
+    """Clipped objective of each token (..., S), to be maximised; log-probabilities (..., S), advantages (...)."""
     low, high = _bounds(clip, clip_high)
     log_ratio = wide(logp) - wide(old_logp).detach()
     advantage = wide(advantages).detach()[..., None]
@@ -117,9 +118,9 @@ def loss(
 ) -> Tensor:
     """Stage-2 policy loss, a scalar: ``-J_clip + beta * KL`` over the generated text tokens.
 
-    ``logp`` (current), ``old_logp`` (recorded at rollout), ``ref_logp`` (Stage-1 policy, needed if ``beta`` > 0) and the mask
-    of generated tokens are (..., S), usually (B, G, S); advantages are (...). All log-probabilities at the sampling
-    temperature. What stands at masked tokens does not matter, be it NaN.
+    ``logp`` (current), ``old_logp`` (recorded at rollout), ``ref_logp`` (Stage-1 policy, needed if ``beta`` > 0) and
+    the mask of generated tokens are (..., S), usually (B, G, S); advantages are (...). All log-probabilities at the
+    sampling temperature. What stands at masked tokens does not matter, be it NaN.
     """
     logp, old_logp = masked(wide(logp), mask), masked(wide(old_logp), mask)
     per_token = -token_objective(logp, old_logp, advantages, clip, clip_high)
@@ -139,7 +140,7 @@ def clip_fraction(
     clip: float = 0.2,
     clip_high: float | None = None,
 ) -> Tensor:
-    """Share of the real tokens whose gradient the clip removes: ratio beyond the bound that its advantage pushes towards."""
+    """Share of the real tokens whose gradient the clip removes: ratio beyond the bound its advantage pushes towards."""
     low, high = _bounds(clip, clip_high)
     log_ratio = masked(wide(logp), mask) - masked(wide(old_logp), mask)
     sign = advantages[..., None]

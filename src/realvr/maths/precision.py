@@ -22,7 +22,8 @@ def masked(x: Tensor, mask: Tensor) -> Tensor:
 def ratio(total: Tensor, count: Tensor | float) -> Tensor:
     """``total / count`` in the format of ``total``; ``total`` itself where nothing was counted.
 
-    Not ``clamp(min=1)``: a count may rightly be a fraction, such as that of the whole step divided by the number of ranks.
+    Not ``clamp(min=1)``: a count may rightly be a fraction, such as that of the whole step divided by the number of
+    ranks.
     """
     divisor = torch.as_tensor(count, dtype=total.dtype, device=total.device)
     return total / torch.where(divisor == 0, torch.ones_like(divisor), divisor)

@@ -4,8 +4,8 @@ Implements eq:lvr_rec (sec:prelim_vanilla_objective) and the Stage-1 loss descri
 
 Departures from the paper, and what it leaves open:
 
-* eq:lvr_rec sums the squared error over the hidden dimension; tab:hp-sft calls the loss MSE with weight 0.1. They differ by
-  the factor D. ``reduction="mean"`` follows the table and is the default; ``"sum"`` is the equation.
+* eq:lvr_rec sums the squared error over the hidden dimension; tab:hp-sft calls the loss MSE with weight 0.1. They
+  differ by the factor D. ``reduction="mean"`` follows the table and is the default; ``"sum"`` is the equation.
 * The mean runs over an example's T_v targets, then over the examples that have targets. Rows without an ROI have no
   target and no say in the reconstruction term.
 * The paper does not say how the next-token loss is averaged: over all response tokens. For both means a ``denominator``
@@ -31,9 +31,9 @@ def per_example(
 ) -> Tensor:
     """Reconstruction loss of each example (E,); 0 for an example without targets.
 
-    ``states_ND`` are the hidden states one position before the slots, ``targets_ND`` the visual tokens they should equal
-    (constants), ``example_N`` the number of the example, 0 to ``examples`` - 1, to which each of the N slots belongs: rows
-    may be packed or padded, only the slots arrive here.
+    ``states_ND`` are the hidden states one position before the slots, ``targets_ND`` the visual tokens they should
+    equal (constants), ``example_N`` the number of the example, 0 to ``examples`` - 1, to which each of the N slots
+    belongs: rows may be packed or padded, only the slots arrive here.
     """
     if states_ND.shape != targets_ND.shape or example_N.shape != states_ND.shape[:1]:
         shapes = ", ".join(str(tuple(x.shape)) for x in (states_ND, targets_ND, example_N))
@@ -69,7 +69,7 @@ def next_token(logp: Tensor, mask: Tensor, denominator: Tensor | float | None = 
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, denominator: Tensor | float | None = None) -> Tensor:
-    """The same from logits (..., V) and labels (...), already aligned: logits i predict label i. ``IGNORE`` is left out."""
+    """The same from logits (..., V) and labels (...), aligned: logits i predict label i; ``IGNORE`` is skipped."""
     mask = labels != IGNORE
     # Ignored rows may hold anything: they are cleared before the softmax, not after.
     clean = masked(wide(logits), mask[..., None])
