@@ -90,9 +90,11 @@ def wrong(
 
 
 def _tidy(answer: str) -> str:
-    """White space collapsed, without a final period."""
+    """White space collapsed, without a final period; an ellipsis stays."""
     text = " ".join(answer.split())
-    return text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
+    while text.endswith(".") and not text.endswith(".."):
+        text = text[:-1].rstrip()
+    return text
 
 
 def _named(text: str, options: Sequence[str]) -> list[str]:
