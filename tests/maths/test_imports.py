@@ -1,0 +1,71 @@
+"""The mathematics needs torch and the standard library, the answers not even torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import realvr.maths
+
+PACKAGE = Path(realvr.maths.__file__).parent
+MODULES = sorted(f"realvr.maths.{path.stem}" for path in PACKAGE.glob("*.py") if path.stem != "__init__")
+
+# Torch loads packages of its own, so it comes first: what counts is what our files ask for and what they add.
+PROBE = """
+import builtins, importlib, json, sys
+source, modules, preload = json.loads(sys.argv[1])
+sys.path.insert(0, source)
+for name in preload:
+    importlib.import_module(name)
+before, asked, original = set(sys.modules), set(), builtins.__import__
+
+def spy(name, globals=None, locals=None, fromlist=(), level=0):
+    if (globals or {}).get("__name__", "").startswith("realvr"):
+        asked.add(name)
+    return original(name, globals, locals, fromlist, level)
+
+builtins.__import__ = spy
+for name in modules:
+    importlib.import_module(name)
+print(json.dumps([sorted(asked), sorted(set(sys.modules) - before)]))
+"""
+
+
+def imports(modules: list[str], preload: list[str]) -> tuple[set[str], set[str]]:
+    """What our files import and what becomes loaded through them, in a fresh interpreter."""
+    argument = json.dumps([str(PACKAGE.parent.parent), modules, preload])
+    run = subprocess.run([sys.executable, "-c", PROBE, argument], capture_output=True, text=True, check=True)
+    asked, added = json.loads(run.stdout)
+    return set(asked), set(added)
+
+
+def foreign(names: set[str], *allowed: str) -> set[str]:
+    """Names that are neither of the standard library, nor of this package, nor allowed."""
+    known = {*sys.stdlib_module_names, *allowed}
+    return {n for n in names if n.partition(".")[0] not in known and not (n + ".").startswith("realvr.maths.")} - {
+        "realvr"
+    }
+
+
+def test_the_list_of_modules_is_complete() -> None:
+    assert {"answers", "credit", "evidence", "grpo", "reconstruction"} <= {m.rpartition(".")[2] for m in MODULES}
+
+
+def test_only_torch_and_the_standard_library() -> None:
+    asked, added = imports(MODULES, preload=["torch"])
+    assert "torch" in asked  # the spy works
+    assert not foreign(asked, "torch")
+    assert not foreign(added, "torch")
+
+
+def test_answers_need_no_torch() -> None:
+    asked, added = imports(["realvr.maths.answers"], preload=[])
+    assert "re" in asked
+    assert not foreign(asked) and not foreign(added)
+
+
+def test_the_check_would_notice_a_foreign_package() -> None:
+    asked, _ = imports(["realvr.backbone.images"], preload=["torch"])
+    assert foreign(asked, "torch")
