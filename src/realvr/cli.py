@@ -27,6 +27,9 @@ COMMANDS: dict[str, Command] = {
     "env": Command("realvr.commands.env", "env", "Versions, devices and engines found on this machine."),
     "new": Command("realvr.commands.new", "new", "Make a small random model of any family, to dry-run everything."),
     "ask": Command("realvr.commands.ask", "ask", "Ask a model a question about one or more images."),
+    "data check": Command("realvr.data.commands", "check", "Read everything, open every image, say what is usable."),
+    "data show": Command("realvr.data.commands", "show", "Print normalised samples; draw boxes and visual tokens."),
+    "data export": Command("realvr.data.commands", "export", "Convert between our JSONL and the training formats."),
     "demo": Command("realvr.commands.demo", "demo", "A model of each family answers a question through the real path."),
 }
 

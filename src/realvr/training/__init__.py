@@ -1,0 +1,1 @@
+"""Stage 1 (LVR-SFT), Stage 2 (GRPO and evidence), and training a base model from nothing."""

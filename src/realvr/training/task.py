@@ -1,0 +1,55 @@
+"""What a training stage hands to the loop, and nothing more.
+
+The loop (``loop.py``) owns the engine, the optimizer, accumulation, checkpoints and logs. A stage owns its data, its
+rollouts and its loss. A stage never calls ``backward``; the loop never looks into a batch.
+
+Scaling contract. ``module(microbatch)`` returns the sum of this microbatch's terms divided by the normaliser of the
+*whole optimizer step*: all ranks and all accumulated microbatches together. Adding the losses of all microbatches on
+all ranks therefore gives the loss of the step, whatever the split: 2 x B accumulated equals 1 x 2B, and two ranks
+equal one. The loop multiplies by the number of ranks because data-parallel engines average gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+Metrics = dict[str, tuple[Tensor, Tensor]]
+"""Name to (sum, count); the loop adds both over microbatches and ranks and logs sum / count."""
+
+
+@dataclass
+class Prepared:
+    """One optimizer step's work on this rank. Every rank returns the same number of microbatches."""
+
+    microbatches: list[Any]
+    metrics: Metrics = field(default_factory=dict)
+    """What is known before the forward passes: rewards, lengths, group statistics."""
+    table: list[dict[str, Any]] = field(default_factory=list)
+    """A few sampled completions to show, JSON-compatible."""
+
+
+class Task(Protocol):
+    """A stage of training."""
+
+    module: nn.Module
+    """The whole differentiable step as one module: ``module(microbatch, part=None) -> (loss, metrics)``. With
+    ``part`` set to one of ``parts`` only that term is computed, for gradient norms apart."""
+    parts: tuple[str, ...]
+
+    def prepare(self, step: int) -> Prepared:
+        """Read data, roll out, score, gather across ranks: everything of step ``step`` that needs no gradient."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a kill beside model, optimizer and RNG: data position, banks. JSON values and tensors."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def export(self, directory: Path) -> None:
+        """Write the trained model as a plain HF directory."""
+        ...
