@@ -18,6 +18,10 @@ from realvr.world.words import REGIONS, plural
 LETTERS = "ABCDEFGH"
 EASY_KINDS: tuple[str, ...] = ("color", "shape", "at_color", "at_shape", "position")
 """The five templates of the curriculum."""
+EASY_EXTRA_KINDS: tuple[str, ...] = (
+    "exist", "count", "relation_x", "relation_y", "holds", "extreme_color", "extreme_shape",
+)  # fmt: skip
+"""Further kinds that easy scenes can answer, for who wants them in the mixture."""
 FULL_KINDS: tuple[str, ...] = (
     "color", "shape", "texture", "size", "direction", "count", "exist", "position", "at_color", "at_shape",
     "relation_x", "relation_y", "holds", "front", "bigger", "more", "extreme_color", "extreme_shape",

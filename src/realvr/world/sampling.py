@@ -39,6 +39,8 @@ class Style:
     """Common colors and, less one, common shapes in one scene: few, so that objects share them and must be told apart."""
     overlap: float = 0.0
     """Chance that two neighbours are pushed over each other."""
+    vocabulary: str = "full"
+    """``easy``: plain, upright objects in eight colors and eight shapes, all different where there are enough."""
 
     @property
     def cell(self) -> float:
@@ -48,7 +50,7 @@ class Style:
 
 def easy(side: int = 48) -> Style:
     """The curriculum: 3 x 3 cells, 3 to 5 plain objects, no two of one color or one shape."""
-    return Style("easy", side, side, (3, 3), (3, 5))
+    return Style("easy", side, side, (3, 3), (3, 5), vocabulary="easy")
 
 
 def full(side: int = 128) -> Style:
@@ -57,12 +59,16 @@ def full(side: int = 128) -> Style:
 
 
 def clutter(width: int = 640, height: int = 480) -> Style:
-    """Many objects, as in MME-RealWorld."""
+    """Many objects, as in MME-RealWorld; on a small canvas fewer, in the easy vocabulary."""
+    if min(width, height) <= 128:
+        return Style("clutter", width, height, (4, 4), (9, 12), vocabulary="easy")
     return Style("clutter", width, height, (8, 6), (22, 32), palette=6)
 
 
 def huge(width: int = 3840, height: int = 2160) -> Style:
-    """Tiny objects, far apart, as in HR-Bench."""
+    """Tiny objects, far apart, as in HR-Bench; on a small canvas fewer, in the easy vocabulary."""
+    if max(width, height) < 2000:
+        return Style("huge", width, height, (4, 4), (5, 8), vocabulary="easy")
     return Style("huge", width, height, (16, 9), (28, 48), palette=6)
 
 
@@ -97,9 +103,10 @@ def sample_background(rng: np.random.Generator, style: Style) -> Background:
 
 def _looks(rng: np.random.Generator, style: Style, count: int) -> list[tuple[str, str, str]]:
     """Shape, color and texture wish of each object."""
-    if style.name == "easy":
-        shapes = rng.permutation(len(EASY_SHAPES))[:count]
-        colors = rng.permutation(len(EASY_COLORS))[:count]
+    if style.vocabulary == "easy":
+        distinct = count <= len(EASY_SHAPES)
+        shapes = rng.permutation(len(EASY_SHAPES))[:count] if distinct else rng.integers(len(EASY_SHAPES), size=count)
+        colors = rng.permutation(len(EASY_COLORS))[:count] if distinct else rng.integers(len(EASY_COLORS), size=count)
         return [(EASY_SHAPES[s], EASY_COLORS[c], "plain") for s, c in zip(shapes, colors, strict=True)]
     some_colors = rng.permutation(len(COMMON_COLORS))[: style.palette]
     some_shapes = rng.permutation(len(COMMON_SHAPES))[: style.palette - 1]
@@ -116,17 +123,17 @@ def _looks(rng: np.random.Generator, style: Style, count: int) -> list[tuple[str
 
 def _size(style: Style, u: float) -> tuple[str, float]:
     """Size word and radius in pixels, in half pixels so that stamps repeat."""
-    if style.name == "easy":
-        return "", round(style.cell * 0.37 * 2) / 2
     if style.name == "huge":
-        low, high = 10.0, max(style.cell * 0.22, 14.0)
-        return "", round(low * (high / low) ** u)
+        low, high = style.cell * 0.04, style.cell * 0.22
+        return "", max(4, round(low * (high / low) ** u))
+    if style.vocabulary == "easy":
+        return "", round(style.cell * 0.37 * 2) / 2
     name, share = ("small", SMALL) if u < 0.5 else ("large", LARGE)
     return name, round(style.cell * share * 2) / 2
 
 
 def _rotation(rng: np.random.Generator, style: Style, shape: str) -> int:
-    if style.name == "easy" or shape in ("circle", "ring"):
+    if style.vocabulary == "easy" or shape in ("circle", "ring"):
         return 0
     turn = 5 * int(rng.integers(-2, 3))
     return turn + (90 * int(rng.integers(4)) if shape == "arrow" else 0)
@@ -135,7 +142,7 @@ def _rotation(rng: np.random.Generator, style: Style, shape: str) -> int:
 def place(rng: np.random.Generator, style: Style, column: int, row: int, radius: float) -> tuple[int, int]:
     """A whole-pixel centre inside a cell, jittered as far as the object fits (turned squares reach 1.14 radii)."""
     width, height = style.width / style.cells[0], style.height / style.cells[1]
-    reach = 1.05 * radius + 0.7 if style.name == "easy" else 1.14 * radius + 1.5
+    reach = 1.05 * radius + 0.7 if style.vocabulary == "easy" else 1.14 * radius + 1.5
     room_x, room_y = (max(0.0, side / 2 - reach) for side in (width, height))
     ux, uy = rng.random(2) * 2 - 1
     return math.floor((column + 0.5) * width + ux * room_x), math.floor((row + 0.5) * height + uy * room_y)
@@ -170,7 +177,7 @@ def _sample(rng: np.random.Generator, style: Style) -> Scene:
             texture = "plain"  # a person could not make out the pattern, or the shape through it
         x, y = place(rng, style, int(cell) % columns, int(cell) // columns, radius)
         objects.append(Object(shape, color, x, y, radius, size, texture, _rotation(rng, style, shape)))
-    scene = Scene(style.width, style.height, tuple(objects), grid=style.cells)
+    scene = Scene(style.width, style.height, tuple(objects), grid=style.cells, vocabulary=style.vocabulary)
     return _overlap(rng, scene) if style.overlap and rng.random() < style.overlap else scene
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from realvr.world.shapes import extent
 from realvr.world.words import DIRECTIONS, REGIONS
 
-PixelBox = tuple[float, float, float, float]
+PixelBox = tuple[int, int, int, int]
 """Left, top, right, bottom in pixels of the canvas (edges, so a single pixel has side 1)."""
 
 BUCKETS = 16
@@ -41,10 +42,14 @@ class Object:
 
     @property
     def box(self) -> PixelBox:
-        """Box of the whole outline, hidden parts included, with one pixel for the smoothed edge."""
+        """Box of every pixel the outline reaches, hidden parts included, in whole pixels (not clipped to the canvas).
+
+        Whole, because pixel formats such as Visual-CoT would round it; half a pixel of slack is for the smoothed edge.
+        """
         left, top, right, bottom = extent(self.shape, self.radius, self.rotation)
         cx, cy = self.x + 0.5, self.y + 0.5
-        return cx + left - 1, cy + top - 1, cx + right + 1, cy + bottom + 1
+        low = math.floor(cx + left - 0.5), math.floor(cy + top - 0.5)
+        return *low, math.ceil(cx + right + 0.5), math.ceil(cy + bottom + 0.5)
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,8 @@ class Scene:
     grid: tuple[int, int] = (3, 3)
     """Columns and rows of the layout the objects were placed on."""
     marks: tuple[Mark, ...] = ()
+    vocabulary: str = "full"
+    """``easy`` (8 colors, 8 shapes) or ``full``: what options may offer."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -104,14 +111,6 @@ class Scene:
     def without(self, index: int) -> Scene:
         """The scene with one object gone."""
         return replace(self, objects=self.objects[:index] + self.objects[index + 1 :])
-
-    def fraction(self, box: PixelBox) -> tuple[float, float, float, float]:
-        """A pixel box as fractions of the canvas, clipped to it."""
-        x0, y0, x1, y1 = box
-        width, height = self.size
-        return (
-            max(x0, 0.0) / width, max(y0, 0.0) / height, min(x1, width) / width, min(y1, height) / height,
-        )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values; `scene_from_dict` reads it back."""
@@ -144,5 +143,5 @@ def scene_from_dict(value: dict[str, Any]) -> Scene:
     marks = tuple(Mark(mark["kind"], tuple(mark["box"]), mark["text"]) for mark in value["marks"])
     objects = tuple(Object(**item) for item in value["objects"])
     return Scene(
-        value["width"], value["height"], objects, Background(**background), tuple(value["grid"]), marks
+        value["width"], value["height"], objects, Background(**background), tuple(value["grid"]), marks, value["vocabulary"]
     )  # fmt: skip

@@ -144,11 +144,11 @@ def solve(scene: Scene, text: str) -> str:
     placed = _about_place(text, rows)
     if placed is not None:
         return _property(text, placed)
+    if text.startswith(("How many", "Count")):
+        return str(len(_select(rows, re.findall(_NOUN, text)[0])))
     nouns = [noun for noun in re.findall(_NOUN, text) if noun not in ("object", "objects")]
     if not nouns:
         raise Unsolvable(f"no object named in {text!r}")
-    if text.startswith(("How many", "Count")):
-        return str(len(_select(rows, nouns[0])))
     if text.startswith(("Is there", "Does the image contain", "Can you see")):
         return "yes" if _select(rows, nouns[0]) else "no"
     if len(nouns) == 2:
