@@ -76,7 +76,7 @@ def _pool(query: Query, answer: str, scene: Scene, rng: np.random.Generator, cou
         mixed = [every[k] for k in rng.permutation(len(every))]
         return sorted((value for value in mixed if value != answer), key=lambda value: value not in shown)
     if query.kind == "count":
-        low = max(0, int(answer) - int(rng.integers(count)))
+        low = max(min(1, int(answer)), int(answer) - int(rng.integers(count)))
         return [str(n) for n in range(low, low + count) if str(n) != answer]
     if query.kind == "position":
         shown = {scene.region(item) for item in scene.objects}

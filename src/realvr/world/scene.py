@@ -14,7 +14,7 @@ from realvr.world.words import DIRECTIONS, REGIONS
 PixelBox = tuple[int, int, int, int]
 """Left, top, right, bottom in pixels of the canvas (edges, so a single pixel has side 1)."""
 
-BUCKETS = 16
+BUCKETS = 32
 """Scenes fall into this many buckets by layout; splits own disjoint buckets (see `realvr.world.splits`)."""
 
 

@@ -169,3 +169,13 @@ def _darker(scene: Scene, rows: list[Row]) -> str:
     if abs(levels["A"] - levels["B"]) < 0.02:
         return "about the same"
     return "A is darker" if levels["A"] < levels["B"] else "B is darker"
+
+
+def solve_follow_up(scene: Scene, first: str, text: str) -> str:
+    """The answer to a second question that says "it" about the one object of the first."""
+    rows = _rows(scene)
+    row = _about_place(first, rows)
+    if row is None:
+        nouns = [noun for noun in re.findall(_NOUN, first) if noun not in ("object", "objects")]
+        row = _only(rows, nouns[0])
+    return _ninth(row) if "where" in text else _property(text, row)
