@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from realvr import images_io
-from realvr.images_io import ImageError
+from realvr.data import image_file
+from realvr.data.image_file import ImageError
 
 BASE64_INVALID = "base64_invalid"
 
@@ -50,7 +50,7 @@ class FileSlice:
                 source.seek(self.offset)
                 return decode_base64(source.read(self.length), name)
         except OSError as error:
-            raise ImageError(images_io.IMAGE_MISSING, f"{name}: {self.path} cannot be read again ({error})") from None
+            raise ImageError(image_file.IMAGE_MISSING, f"{name}: {self.path} cannot be read again ({error})") from None
 
 
 @dataclass(frozen=True)
@@ -89,23 +89,23 @@ class ImageRef:
         if self.slice is not None:
             return self.slice.read(self.id)
         if self.path is None:
-            raise ImageError(images_io.IMAGE_MISSING, f"{self.id}: the reference names no image")
-        return images_io.read_file(self.path, str(self.path))
+            raise ImageError(image_file.IMAGE_MISSING, f"{self.id}: the reference names no image")
+        return image_file.read_file(self.path, str(self.path))
 
     def open(self) -> Image.Image:
-        """The image as RGB, decoded now; raises `ImageError` (a `UserError` with a ``reason``)."""
-        return images_io.decode(self.read(), self.id)
+        """The image, upright and RGB, decoded now; raises `ImageError` (a `UserError` with a ``reason``)."""
+        return image_file.decode(self.read(), self.id)
 
     def verify(self) -> tuple[int, int]:
         """Decode everything once, keep nothing, return (width, height)."""
-        return images_io.verify(self.read(), self.id)
+        return image_file.verify(self.read(), self.id)
 
     @cached_property
     def size(self) -> tuple[int, int]:
-        """(width, height) from the header."""
+        """(width, height) of the upright image, from the header."""
         if self.path is not None:
-            return images_io.file_size(self.path, str(self.path))
-        return images_io.image_size(self.read(), self.id)
+            return image_file.file_size(self.path, str(self.path))
+        return image_file.image_size(self.read(), self.id)
 
     def content_hash(self) -> str:
         """SHA-256 of the encoded bytes: equal files have equal hashes, whatever they are called."""
@@ -114,7 +114,7 @@ class ImageRef:
 
 @dataclass(frozen=True)
 class Box:
-    """Evidence in one image: corners as fractions of that image's width and height, x0 < x1, y0 < y1, within [0, 1]."""
+    """Evidence in one image: corners as fractions of the upright image, x0 < x1, y0 < y1, all within [0, 1]."""
 
     image: int
     xyxy: tuple[float, float, float, float]

@@ -1,7 +1,6 @@
-"""Opening an encoded image within one documented bound, without importing torch.
+"""Checking an encoded image, and naming what is wrong with it. Decoding itself is `realvr.backbone.images.open_image`.
 
-Every place that decodes a user's image goes through here, so that the bound holds everywhere and a failure always has
-the same named reason.
+Nothing here or there imports torch.
 """
 
 from __future__ import annotations
@@ -10,32 +9,31 @@ import io
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from PIL import Image, UnidentifiedImageError
 
+from realvr.backbone.images import MAX_IMAGE_PIXELS, open_image
 from realvr.errors import UserError
-
-MAX_PIXELS = 178_956_970
-"""Largest image that is decoded, in pixels: twice Pillow's warning limit, which is where Pillow itself refuses."""
 
 IMAGE_MISSING = "image_missing"
 IMAGE_NOT_A_FILE = "image_not_a_file"
 IMAGE_BROKEN = "image_broken"
 IMAGE_TOO_LARGE = "image_too_large"
 
+_ORIENTATION = 0x0112
 _T = TypeVar("_T")
 
 
 class ImageError(UserError):
-    """An image that cannot be used. ``reason`` is one of the constants of this module."""
+    """An image that cannot be used. ``reason`` is one of the constants of this module, or ``base64_invalid``."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
 
-    def __reduce__(self) -> tuple[type[ImageError], tuple[str, str]]:
-        # The default pickling of exceptions would call __init__ with one argument; loader workers raise across processes.
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions are pickled with their message only, and loader workers raise across processes.
         return type(self), (self.reason, str(self))
 
 
@@ -47,8 +45,8 @@ def read_file(path: Path, name: str) -> bytes:
         raise ImageError(IMAGE_MISSING, f"{name}: no such image file") from None
     except (IsADirectoryError, NotADirectoryError):
         raise ImageError(IMAGE_NOT_A_FILE, f"{name}: not a file; an image file is expected") from None
-    except OSError as error:
-        raise ImageError(IMAGE_BROKEN, f"{name}: cannot be read ({error.strerror or error})") from None
+    except (OSError, ValueError) as error:  # permissions, a name that is too long, a disk that went away
+        raise ImageError(IMAGE_BROKEN, f"{name}: cannot be read ({error})") from None
 
 
 def _within_bound(source: BinaryIO, name: str, use: Callable[[Image.Image], _T]) -> _T:
@@ -59,37 +57,45 @@ def _within_bound(source: BinaryIO, name: str, use: Callable[[Image.Image], _T])
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             with Image.open(source) as image:
                 width, height = image.size
-                if width * height > MAX_PIXELS:
+                if width * height > MAX_IMAGE_PIXELS:
                     raise Image.DecompressionBombError(f"{width}x{height}")
                 return use(image)
     except Image.DecompressionBombError as error:
-        raise ImageError(
-            IMAGE_TOO_LARGE, f"{name}: image exceeds the limit of {MAX_PIXELS:,} pixels ({error}); scale it down first"
-        ) from None
+        limit = f"the limit of {MAX_IMAGE_PIXELS:,} pixels"
+        raise ImageError(IMAGE_TOO_LARGE, f"{name}: over {limit} ({error}); scale it down first") from None
     except UnidentifiedImageError:
         raise ImageError(IMAGE_BROKEN, f"{name}: not an image that Pillow can read") from None
-    except (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, MemoryError) as error:
-        # Pillow's decoders raise any of these on damaged files, depending on the format.
+    except Exception as error:  # Pillow's decoders raise many types on damaged files, depending on the format
         raise ImageError(IMAGE_BROKEN, f"{name}: damaged image ({error})") from None
 
 
-def decode(data: bytes, name: str = "image") -> Image.Image:
-    """Encoded image -> RGB image, fully loaded. Orientation metadata is not applied: boxes refer to stored pixels."""
-    return _within_bound(io.BytesIO(data), name, lambda image: image.convert("RGB"))
+def _upright_size(image: Image.Image) -> tuple[int, int]:
+    """(width, height) after the rotation that the file asks for, which `open_image` applies."""
+    width, height = image.size
+    return (height, width) if image.getexif().get(_ORIENTATION) in (5, 6, 7, 8) else (width, height)
 
 
 def image_size(data: bytes, name: str = "image") -> tuple[int, int]:
-    """(width, height) from the header, without decoding."""
-    return _within_bound(io.BytesIO(data), name, lambda image: image.size)
+    """(width, height) of the upright image, from the header."""
+    return _within_bound(io.BytesIO(data), name, _upright_size)
 
 
 def file_size(path: Path, name: str) -> tuple[int, int]:
-    """(width, height) of an image file from its header, without reading the whole file."""
+    """As `image_size`, without reading the whole file."""
     try:
         with path.open("rb") as source:
-            return _within_bound(source, name, lambda image: image.size)
-    except OSError:
+            return _within_bound(source, name, _upright_size)
+    except (OSError, ValueError):
         return image_size(read_file(path, name), name)
+
+
+def decode(data: bytes, name: str = "image") -> Image.Image:
+    """Encoded image -> upright RGB, fully decoded, exactly as the model's image processing sees it."""
+    try:
+        return open_image(data)
+    except UserError as error:
+        image_size(data, name)  # raises first where the header alone tells the reason
+        raise ImageError(IMAGE_BROKEN, f"{name}: {error}") from None
 
 
 def verify(data: bytes, name: str = "image") -> tuple[int, int]:
@@ -100,7 +106,9 @@ def verify(data: bytes, name: str = "image") -> tuple[int, int]:
     """
 
     def load(image: Image.Image) -> tuple[int, int]:
-        size = image.size
+        size = _upright_size(image)
+        if image.mode in ("I", "F"):
+            open_image(data)  # wide greyscale may decode and still not convert
         image.draft("RGB", (1, 1))
         image.load()
         return size

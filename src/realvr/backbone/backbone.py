@@ -1,0 +1,255 @@
+"""One adapter over the unmodified transformers classes of all five families.
+
+Nothing here subclasses or patches a model. What differs between families is detected on the instance: multimodal rotary
+positions (``get_rope_index``), image tokens that attend both ways (``token_type_ids`` in the signature of the core),
+and visual features added inside the decoder (``deepstack_visual_embeds``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from realvr.backbone import attention, vision
+from realvr.backbone.attention import Pass
+from realvr.backbone.batch import Batch, collate
+from realvr.backbone.families import Family
+from realvr.backbone.images import ImageProcessor
+from realvr.backbone.prompts import PromptEncoder
+from realvr.backbone.types import Grid, ImageInput, Prompt, Turn
+
+
+@dataclass(frozen=True)
+class Markers:
+    """Ids of ``<|lvr_start|>``, ``<|lvr|>`` (a latent slot) and ``<|lvr_end|>``."""
+
+    start: int
+    slot: int
+    end: int
+
+
+@dataclass(frozen=True)
+class VisualTokens:
+    """Visual tokens of several images after the merger, one after the other."""
+
+    features_ND: Tensor
+    deepstack: tuple[Tensor, ...]  # Qwen3: (N, D) per deepstack layer
+    grids: tuple[Grid, ...]
+
+    def per_image(self) -> tuple[Tensor, ...]:
+        """One (n_i, D) per image, raster order over its grid."""
+        return self.features_ND.split([grid.tokens for grid in self.grids])
+
+
+class Backbone:
+    """A stock vision-language model with its tokenizer and image processing, ready for latent reasoning."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        family: Family,
+        processor: ImageProcessor,
+        markers: Markers,
+        latents: int,
+        markers_added: bool = False,
+    ) -> None:
+        self.model: Any = model
+        self.tokenizer = tokenizer
+        self.family = family
+        self.processor = processor
+        self.markers = markers
+        self.latents = latents
+        """K of the checkpoint: the number of latent slots it was trained with."""
+        self.markers_added = markers_added
+        """True when the checkpoint had no marker tokens, so that their embeddings are untrained."""
+        self.side_files: dict[str, str] = {}
+        """Further files of the checkpoint, by name, that are handed on unread when it is saved."""
+        self.core = self.model.model
+        self.decoder = self.core.language_model
+        self.mrope = hasattr(self.core, "get_rope_index")
+        self.two_way_images = "token_type_ids" in inspect.signature(self.core.forward).parameters
+        self.deepstack = "deepstack_visual_embeds" in inspect.signature(self.decoder.forward).parameters
+        self.image_id = int(self.model.config.image_token_id)
+        self.eos_ids = _eos_ids(self.model, tokenizer)
+        self.prompts = PromptEncoder(tokenizer, family, processor, self.context_length)
+        self.use_realvr_attention()
+
+    # ------------------------------------------------------------------ loading and saving (see loading.py)
+
+    @classmethod
+    def load(cls, path: str | Path, **options: Any) -> Backbone:
+        """Load a local directory or hub id; see :func:`realvr.backbone.loading.load` for the options."""
+        from realvr.backbone.loading import load
+
+        return load(path, **options)
+
+    def save(self, directory: str | Path) -> Path:
+        """Write a plain HF directory that stock transformers loads; see :func:`realvr.backbone.loading.save`."""
+        from realvr.backbone.loading import save
+
+        return save(self, directory)
+
+    # ------------------------------------------------------------------ facts
+
+    @property
+    def device(self) -> torch.device:
+        return self.core.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.core.get_input_embeddings().weight.dtype
+
+    @property
+    def text_config(self) -> Any:
+        return self.model.config.get_text_config()
+
+    @property
+    def context_length(self) -> int:
+        return int(self.text_config.max_position_embeddings)
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return int(self.text_config.hidden_size)
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return int(self.text_config.num_hidden_layers)
+
+    def forbidden_ids(self) -> Tensor:
+        """Ids that no policy may sample: vision and latent control tokens, and rows beyond the tokenizer."""
+        vocabulary = self.tokenizer.get_vocab()
+        ids = {self.image_id, self.markers.start, self.markers.slot, self.markers.end}
+        ids |= {vocabulary[token] for token in self.family.never_sampled if token in vocabulary}
+        ids |= set(range(len(self.tokenizer), self.model.lm_head.out_features))
+        return torch.tensor(sorted(i for i in ids if i < self.model.lm_head.out_features))
+
+    def use_realvr_attention(self) -> None:
+        """Route decoder (and Qwen vision) attention through the registered functions."""
+        attention.register()
+        vision.register()
+        chosen = {"text_config": attention.TEXT_ATTENTION}
+        if self.mrope:
+            chosen["vision_config"] = vision.VISION_ATTENTION
+        self.model.set_attn_implementation(chosen)
+
+    def vision_modules(self) -> list[nn.Module]:
+        """Vision tower and merger/projector."""
+        names = ("visual", "vision_tower", "multi_modal_projector")
+        return [getattr(self.core, name) for name in names if hasattr(self.core, name)]
+
+    def freeze_vision(self) -> None:
+        for module in self.vision_modules():
+            module.requires_grad_(False)
+
+    # ------------------------------------------------------------------ inputs
+
+    def prompt(self, turns: Sequence[Turn], **options: Any) -> Prompt:
+        """Encode a conversation; see :meth:`realvr.backbone.prompts.PromptEncoder.encode`."""
+        return self.prompts.encode(turns, **options)
+
+    def batch(self, prompts: Sequence[Prompt], start_B: Tensor | None = None) -> Batch:
+        """Left-padded batch on this backbone's device."""
+        pad = self.tokenizer.pad_token_id
+        return collate(
+            prompts,
+            image_id=self.image_id,
+            slot_id=self.markers.slot,
+            pad_id=0 if pad is None else pad,
+            mrope=self.mrope,
+            start_B=None if start_B is None else start_B.cpu(),
+        ).to(self.device)
+
+    def see(self, images: Sequence[ImageInput], train: bool = False) -> VisualTokens:
+        """Visual tokens of ``images``, in order. Equal images are encoded once. Frozen (no graph) unless ``train``."""
+        grids = tuple(image.grid for image in images)
+        if not images:
+            return VisualTokens(torch.empty(0, self.width, dtype=self.dtype, device=self.device), (), ())
+        unique = list({image.key: image for image in images}.values())
+        pixels = torch.cat([image.pixels for image in unique]).to(self.device, self.dtype, non_blocking=True)
+        with torch.set_grad_enabled(train and torch.is_grad_enabled()):
+            features, deepstack = self._encode(pixels, unique)
+        if len(unique) < len(images):
+            places = {image.key: place for place, image in enumerate(unique)}
+            order = [places[image.key] for image in images]
+            counts = [image.tokens for image in unique]
+            features, *deepstack = (
+                torch.cat([x.split(counts)[place] for place in order]) for x in (features, *deepstack)
+            )
+        return VisualTokens(features, tuple(deepstack), grids)
+
+    def _encode(self, pixels: Tensor, images: Sequence[ImageInput]) -> tuple[Tensor, list[Tensor]]:
+        if not self.mrope:
+            output = self.core.get_image_features(pixel_values=pixels, return_dict=True)
+            return output.pooler_output.flatten(0, 1), []
+        merge = self.model.config.vision_config.spatial_merge_size
+        grids = torch.tensor([[image.grid.rows * merge, image.grid.cols * merge] for image in images])
+        inputs = vision.tower_inputs(grids, self.model.config.vision_config, self.device)
+        output = self.core.get_image_features(pixels, return_dict=True, **inputs)
+        # Flat tensors in transformers 5.17, one tensor per image in later releases.
+        flat = [x if isinstance(x, Tensor) else torch.cat(x) for x in getattr(output, "deepstack_features", None) or []]
+        return torch.cat(output.pooler_output), flat
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Input embeddings (…, D) of text ids."""
+        return self.core.get_input_embeddings()(ids)
+
+    def embed_batch(self, batch: Batch, visual: VisualTokens) -> Tensor:
+        """Input embeddings (B, T, D): text, visual tokens, and the saved latents of earlier spans."""
+        text = batch.ids_BT.masked_fill(batch.image_BT | batch.slot_BT, 0)  # an image id may lie outside the vocabulary
+        embeds = self.embed(text)
+        if visual.grids:
+            embeds = embeds.masked_scatter(batch.image_BT[..., None], visual.features_ND.to(embeds.dtype))
+        if batch.latents:
+            spans = torch.cat([span.to(embeds.device, embeds.dtype) for span in batch.latents])
+            embeds = embeds.masked_scatter(batch.slot_BT[..., None], spans)
+        return embeds
+
+    # ------------------------------------------------------------------ the decoder
+
+    def decode(
+        self,
+        embeds_BTD: Tensor,
+        positions: Tensor,
+        carried: Pass,
+        image_BT: Tensor | None = None,
+        deepstack: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """Hidden states (B, T, D) after the final norm, the ones the LM head reads."""
+        # A four-dimensional mask is passed through untouched by transformers; the attention function uses the Pass's own.
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=embeds_BTD.device)
+        if self.mrope and positions.ndim == 2:
+            positions = positions.expand(3, -1, -1)
+        extra: dict[str, Any] = {}
+        if deepstack:
+            extra = {"visual_pos_masks": image_BT, "deepstack_visual_embeds": list(deepstack)}
+        output = self.decoder(
+            inputs_embeds=embeds_BTD,
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=False,
+            realvr=carried,
+            **extra,
+        )
+        return output.last_hidden_state
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Vocabulary logits of the given rows only; (…, D) → (…, V)."""
+        return self.model.lm_head(hidden)
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    generation = getattr(model, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    ids = set(eos) if isinstance(eos, (list, tuple)) else ({eos} if eos is not None else set())
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return tuple(sorted(int(i) for i in ids))

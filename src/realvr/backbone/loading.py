@@ -1,0 +1,192 @@
+"""Load any supported checkpoint, add the latent markers once, and save a plain HF directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+from transformers.utils import cached_file
+
+from realvr.backbone.backbone import Backbone, Markers
+from realvr.backbone.families import FAMILIES, MARKERS, Family, family_of
+from realvr.backbone.images import ImageProcessor
+from realvr.errors import UserError
+
+DEFAULT_LATENTS = 8
+CONFIG_KEY = "realvr"
+"""Key in ``config.json`` under which marker ids and K are kept; stock transformers carries it along unread."""
+
+_SIDE_FILES = ("processor_config.json", "video_preprocessor_config.json", "chat_template.json")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+def load(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    latents: int | None = None,
+    min_tokens: int | None = None,
+    max_tokens: int | None = None,
+    tiles: bool = True,
+) -> Backbone:
+    """Load a local directory or hub id that ``AutoModelForImageTextToText`` can load.
+
+    ``dtype`` defaults to the checkpoint's own; ``device`` to the GPU where there is one. ``latents`` overrides the
+    checkpoint's K. ``min_tokens``/``max_tokens`` bound the visual tokens per image (families with variable grids); ``tiles``
+    cuts large images into tiles (InternVL). Marker tokens are added when the checkpoint has none.
+    """
+    if latents is not None and latents < 0:
+        raise UserError(f"latents is {latents}: the number of latent slots cannot be negative")
+    source = str(path)
+    config, family = read_config(source)
+    _check_files(source)
+    device = torch.device(device) if device is not None else _default_device()
+    tokenizer = _load_tokenizer(source)
+    processor = ImageProcessor.load(
+        source, family, config, min_tokens=min_tokens, max_tokens=max_tokens, tiles=tiles
+    )
+    model = _load_model(source, dtype if dtype is not None else "auto", device)
+    markers, added = add_markers(model, tokenizer)
+    known = getattr(model.config, CONFIG_KEY, None) or {}
+    chosen = latents if latents is not None else int(known.get("latents", DEFAULT_LATENTS))
+    backbone = Backbone(model, tokenizer, family, processor, markers, chosen, markers_added=added)
+    backbone.side_files = _side_files(source)
+    backbone.freeze_vision()
+    model.eval()
+    return backbone
+
+
+def save(backbone: Backbone, directory: str | Path) -> Path:
+    """Write model, tokenizer and image processor as a plain HF directory; marker ids and K go into its ``config.json``."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    markers = backbone.markers
+    note = {"latents": backbone.latents, "markers": {"start": markers.start, "slot": markers.slot, "end": markers.end}}
+    setattr(backbone.model.config, CONFIG_KEY, note)
+    backbone.model.save_pretrained(directory)
+    backbone.tokenizer.save_pretrained(directory)
+    backbone.processor.stock.save_pretrained(directory)
+    for name, text in backbone.side_files.items():
+        (directory / name).write_text(text)
+    return directory
+
+
+def read_config(source: str) -> tuple[Any, Family]:
+    """The checkpoint's config and its family; a clear error where it is missing or not supported."""
+    if _looks_local(source) and not Path(source).exists():
+        raise UserError(f"{source} does not exist")
+    if Path(source).is_file():
+        raise UserError(f"{source} is a file: give the directory of a checkpoint")
+    config_file = Path(source) / "config.json"
+    if Path(source).is_dir() and not config_file.is_file():
+        raise UserError(f"{source} has no config.json: it is not a checkpoint directory")
+    try:
+        if Path(source).is_dir():
+            _refuse_unsupported(source, json.loads(config_file.read_text()).get("model_type"))
+        config = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{source}: the configuration cannot be read ({_first_line(error)})") from error
+    return config, _refuse_unsupported(source, config.model_type)
+
+
+def _refuse_unsupported(source: str, model_type: str | None) -> Family:
+    family = family_of(model_type or "")
+    if family is None:
+        known = ", ".join(f"{f.name} ({f.model_type})" for f in FAMILIES.values())
+        raise UserError(f"{source}: model type '{model_type}' is not supported; supported are {known}")
+    return family
+
+
+def _check_files(source: str) -> None:
+    """For a local directory, name what is missing before gigabytes are read."""
+    directory = Path(source)
+    if not directory.is_dir():
+        return
+    tokenizers = ("tokenizer.json", "vocab.json", "tokenizer.model")
+    if not any((directory / name).is_file() for name in tokenizers):
+        raise UserError(f"{source} has no tokenizer files ({', '.join(tokenizers)}): copy them from the original model")
+    processors = ("preprocessor_config.json", "processor_config.json")
+    if not any((directory / name).is_file() for name in processors):
+        raise UserError(f"{source} has no image processor file ({processors[0]}): copy it from the original model")
+    if not any(directory.glob("*.safetensors")):
+        raise UserError(f"{source} has no weights (*.safetensors)")
+
+
+def _side_files(source: str) -> dict[str, str]:
+    """Small files that ``AutoProcessor`` reads and we only hand on, so that a saved checkpoint has them too."""
+    found = {}
+    for name in _SIDE_FILES:
+        file = cached_file(
+            source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        )
+        if file is not None:
+            found[name] = Path(file).read_text()
+    return found
+
+
+def _load_tokenizer(source: str) -> Any:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{source}: the tokenizer cannot be loaded ({_first_line(error)})") from error
+    if not tokenizer.is_fast:
+        raise UserError(f"{source}: a fast tokenizer (tokenizer.json) is needed")
+    return tokenizer
+
+
+def _load_model(source: str, dtype: torch.dtype | str, device: torch.device) -> Any:
+    chosen = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    try:
+        model = AutoModelForImageTextToText.from_pretrained(source, dtype=chosen, use_safetensors=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{source}: the model cannot be loaded ({_first_line(error)})") from error
+    return model.to(device)
+
+
+def add_markers(model: Any, tokenizer: Any) -> tuple[Markers, bool]:
+    """Make sure the three marker tokens exist; returns their ids and whether they were new.
+
+    The embedding table grows only when the tokenizer has outgrown it (Qwen checkpoints carry spare rows). New rows start at
+    the mean embedding, as far from any word as from any other.
+    """
+    vocabulary = tokenizer.get_vocab()
+    missing = [token for token in MARKERS if token not in vocabulary]
+    if missing:
+        tokenizer.add_tokens(missing, special_tokens=True)
+    ids = [int(tokenizer.convert_tokens_to_ids(token)) for token in MARKERS]
+    embedding = model.get_input_embeddings()
+    rows = embedding.weight.shape[0]
+    if max(ids) >= rows:
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    if missing:
+        new = [int(tokenizer.convert_tokens_to_ids(token)) for token in missing]
+        _set_to_mean(model.get_input_embeddings().weight, new, min(rows, len(vocabulary)))
+        head: nn.Module | None = model.get_output_embeddings()
+        if head is not None and head.weight is not model.get_input_embeddings().weight:
+            _set_to_mean(head.weight, new, min(rows, len(vocabulary)))
+    return Markers(*ids), bool(missing)
+
+
+@torch.no_grad()
+def _set_to_mean(weight: Tensor, new: list[int], known: int) -> None:
+    mean = weight[:known].mean(0, dtype=torch.promote_types(weight.dtype, torch.float32))
+    weight[new] = mean.to(weight.dtype)
+
+
+def _default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _looks_local(source: str) -> bool:
+    """A hub id is ``owner/name``; anything else is meant as a path."""
+    return source.startswith((".", "/", "~")) or source.count("/") != 1
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

@@ -1,0 +1,250 @@
+"""``realvr data check | show | export``: plain functions that print and return an exit code."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from realvr.data import overlay, reasons
+from realvr.data.detect import detect, format_named
+from realvr.data.export import write
+from realvr.data.image_file import IMAGE_MISSING, ImageError
+from realvr.data.readers.base import ReadOptions
+from realvr.data.readers.jsonl import to_json
+from realvr.data.reading import Report, read
+from realvr.data.sample import Sample
+from realvr.data.statistics import Statistics
+from realvr.errors import UserError
+
+USABLE, NOTHING_USABLE, UNREADABLE = 0, 1, 2
+
+
+def _fail(error: Exception) -> None:
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]error[/]: {escape(str(error))}", highlight=False)
+
+
+@contextmanager
+def _progress(paths: Sequence[Path], report: Report) -> Iterator[Progress]:
+    """A bar with the time left, on standard error, gone when finished; silent where nobody watches."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(paths))
+
+        def update(fraction: float) -> None:
+            done = int(progress.tasks[0].fields.get("before", 0))
+            progress.update(task, completed=done + fraction, description=f"{report.ok:,} ok")
+
+        report.on_progress = update
+        yield progress
+
+
+def check(
+    paths: Sequence[str | Path],
+    format: str | None = None,
+    policy: Literal["skip", "strict"] = "skip",
+    json: bool = False,
+    images: str | Path | None = None,
+    quarantine: str | Path | None = None,
+    duplicates: Literal["drop", "rename"] = "drop",
+    split: str = "val",
+    mmvp_corrected: bool = False,
+) -> int:
+    """Read everything, open every image, and say what is usable.
+
+    Returns 0 if there are usable samples, 1 if every row was dropped, 2 if an input could not be read (or a strict
+    check met a bad row). Other inputs are still read after one that could not be.
+    """
+    options = ReadOptions(
+        images=None if images is None else Path(images),
+        policy=policy,
+        check_images="decode",
+        duplicates=duplicates,
+        split=split,
+        mmvp_corrected=mmvp_corrected,
+    )
+    report = Report(quarantine=None if quarantine is None else Path(quarantine))
+    statistics = Statistics()
+    inputs = [Path(path) for path in paths]
+    files: list[dict[str, Any]] = []
+    with report, _progress(inputs, report) as progress:
+        for number, path in enumerate(inputs):
+            progress.update(progress.task_ids[0], before=number)
+            files.append(_check_one(path, format, options, report, statistics))
+    result = _result(files, report, statistics)
+    if json:
+        print(json_module.dumps(result, ensure_ascii=False))
+    else:
+        _print_check(result)
+    for entry in files:
+        if "error" in entry:
+            _fail(UserError(entry["error"]))
+    if any("error" in entry for entry in files) or not files:
+        return UNREADABLE
+    return USABLE if report.ok else NOTHING_USABLE
+
+
+def _check_one(
+    path: Path, format: str | None, options: ReadOptions, report: Report, statistics: Statistics
+) -> dict[str, Any]:
+    """Read one input; what it came to, with ``error`` where it could not be read to its end."""
+    rows, ok = report.rows, report.ok
+    dropped, repaired = Counter(report.dropped), Counter(report.repaired)
+    entry: dict[str, Any] = {"path": str(path)}
+    try:
+        fmt = format_named(format) if format and format != "auto" else detect(path)
+        entry["format"] = fmt.name
+        for sample in read(path, fmt.name, options, report):
+            statistics.add(sample)
+    except UserError as error:
+        entry["error"] = str(error)
+        entry["reason"] = getattr(error, "reason", "bad_row")
+    entry |= {"rows": report.rows - rows, "ok": report.ok - ok}
+    return entry | {"dropped": dict(report.dropped - dropped), "repaired": dict(report.repaired - repaired)}
+
+
+def _result(files: list[dict[str, Any]], report: Report, statistics: Statistics) -> dict[str, Any]:
+    return {
+        "usable": report.ok > 0 and not any("error" in entry for entry in files),
+        "files": files,
+        "rows": report.rows,
+        "ok": report.ok,
+        "dropped": dict(sorted(report.dropped.items())),
+        "repaired": dict(sorted(report.repaired.items())),
+        "examples": report.examples,
+        "images": {"referenced": statistics.images, "missing": report.dropped[IMAGE_MISSING]},
+        "boxes": statistics.boxes(),
+        "answers": statistics.answers(),
+        "tasks": dict(statistics.tasks.most_common()),
+    }
+
+
+def _print_check(result: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    table = Table("input", "format", "rows", "ok", "dropped", title=None)
+    for entry in result["files"]:
+        lost = sum(entry["dropped"].values())
+        table.add_row(
+            escape(entry["path"]), entry.get("format", "?"), f"{entry['rows']:,}", f"{entry['ok']:,}", f"{lost:,}"
+        )
+    console.print(table)
+    for title, known in (("dropped", reasons.DROP_REASONS), ("repaired", reasons.REPAIR_REASONS)):
+        for reason, count in result[title].items():
+            console.print(f"{title} {count:,} [bold]{reason}[/]: {escape(known.get(reason, ''))}", soft_wrap=True)
+            console.print(f"  first: {escape(result['examples'][reason])}", soft_wrap=True)
+    boxes, answers = result["boxes"], result["answers"]
+    console.print(f"boxes: {boxes['boxes']:,} in {boxes['samples_with_boxes']:,} of {result['ok']:,} samples")
+    if "area" in boxes:
+        shares = ", ".join(f"{name} {value:.4f}" for name, value in boxes["area"].items())
+        console.print(f"box area, share of the image: {shares}", soft_wrap=True)
+    if answers["multiple_choice"]:
+        total = sum(answers["multiple_choice"].values())
+        letters = ", ".join(f"{k} {v:,} ({v / total:.0%})" for k, v in answers["multiple_choice"].items())
+        console.print(f"answers, multiple choice: {letters}", soft_wrap=True)
+    if answers["free_distinct"]:
+        common = ", ".join(f"{key!r} {count:,}" for key, count in list(answers["free_most_common"].items())[:5])
+        console.print(f"answers, free: {answers['free_distinct']:,} distinct; {escape(common)}", soft_wrap=True)
+    console.print(
+        f"images: {result['images']['referenced']:,} referenced, {result['images']['missing']:,} rows miss one"
+    )
+
+
+def show(
+    path: str | Path,
+    limit: int = 5,
+    json: bool = False,
+    save: str | Path | None = None,
+    format: str | None = None,
+    policy: Literal["skip", "strict"] = "skip",
+    images: str | Path | None = None,
+    family: str = "qwen2.5-vl",
+    max_tokens: int = 1280,
+    split: str = "val",
+    mmvp_corrected: bool = False,
+) -> int:
+    """Print the first ``limit`` samples as they will be used.
+
+    ``save`` is a folder for their images, with boxes and the covered visual tokens drawn in. Images are opened only
+    where needed. Returns 0 if a sample was shown, 1 if there is none, 2 if the input or an image to be drawn could not
+    be read.
+    """
+    folder = None if images is None else Path(images)
+    options = ReadOptions(folder, policy, "none", split=split, mmvp_corrected=mmvp_corrected)
+    report = Report()
+    console = Console(highlight=False, soft_wrap=True)
+    status = USABLE
+    try:
+        for number, sample in enumerate(islice(read(path, format, options, report), max(0, limit)), start=1):
+            row = to_json(sample)
+            if json:
+                print(json_module.dumps(row, ensure_ascii=False))
+            else:
+                _print_sample(console, row)
+            if save is not None:
+                status = max(status, _save(sample, number, Path(save), family, max_tokens))
+    except UserError as error:
+        _fail(error)
+        return UNREADABLE
+    for reason, count in report.dropped.items():
+        print(f"dropped {count}: {reason} ({report.examples[reason]})", file=sys.stderr)
+    return status if report.ok else NOTHING_USABLE
+
+
+def _save(sample: Sample, number: int, folder: Path, family: str, max_tokens: int) -> int:
+    try:
+        overlay.save(sample, number, folder, family, max_tokens)
+    except ImageError as error:
+        _fail(error)
+        return UNREADABLE
+    return USABLE
+
+
+def _print_sample(console: Console, row: dict[str, Any]) -> None:
+    console.print(f"[bold]{escape(row['id'])}[/]")
+    for name, value in row.items():
+        if name != "id" and value:
+            console.print(f"  {name}: {escape(value if isinstance(value, str) else json_module.dumps(value))}")
+
+
+def export(
+    path: str | Path,
+    to: str,
+    out: str | Path,
+    format: str | None = None,
+    policy: Literal["skip", "strict"] = "skip",
+    images: str | Path | None = None,
+    split: str = "val",
+    mmvp_corrected: bool = False,
+) -> int:
+    """Write the samples of ``path`` in another layout. Returns 0, or 1 if nothing was written, or 2 on bad input."""
+    folder = None if images is None else Path(images)
+    options = ReadOptions(folder, policy, "exists", split=split, mmvp_corrected=mmvp_corrected)
+    report = Report()
+    try:
+        if Path(out).resolve() == Path(path).resolve():
+            raise UserError(f"{out}: the export would overwrite its own input; choose another file")
+        written = write(read(path, format, options, report), to, out, strict=policy == "strict")
+    except UserError as error:
+        _fail(error)
+        return UNREADABLE
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"wrote {written.rows:,} rows to {escape(', '.join(map(str, written.files)))}")
+    for reason, count in report.dropped.items():
+        console.print(f"dropped {count:,} {reason}: {escape(report.examples[reason])}")
+    for why, count in written.skipped.items():
+        console.print(f"left out {count:,}: {escape(why)}")
+    if written.lost:
+        lost = ", ".join(f"{name} of {count:,} rows" for name, count in written.lost.items())
+        console.print(f"this layout has no place for: {lost}")
+    return USABLE if written.rows else NOTHING_USABLE

@@ -1,0 +1,155 @@
+"""Which format a file is in, and which files an input stands for."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from realvr.data import parquet, reasons
+from realvr.data.readers import blink, hr_bench, jsonl, lvr, mme_realworld, mmvp, virl39k, visual_cot
+from realvr.data.readers.base import Format, ReadOptions
+from realvr.data.reasons import FileError
+from realvr.data.streams import json_rows, open_file, table_header
+
+FORMATS: dict[str, Format] = {
+    fmt.name: fmt
+    for fmt in (
+        visual_cot.FORMAT,
+        virl39k.FORMAT,
+        lvr.FORMAT,
+        lvr.META_FORMAT,
+        mmvp.FORMAT,
+        blink.FORMAT,
+        hr_bench.FORMAT,
+        mme_realworld.FORMAT,
+        jsonl.FORMAT,
+    )
+}
+
+# From the most to the least telling columns: HR-Bench columns minus the cycle are nearly those of MME-RealWorld.
+_TABLES: dict[str, tuple[str, ...]] = {
+    "hr-bench": hr_bench.REQUIRED,
+    "mme-realworld": mme_realworld.REQUIRED,
+    "blink": blink.REQUIRED,
+    "virl39k": virl39k.REQUIRED,
+}
+_PROBE_ROWS = 5
+
+
+def format_named(name: str) -> Format:
+    """The format of a name, written with dashes or underscores."""
+    key = name.lower().replace("_", "-")
+    if key not in FORMATS:
+        raise FileError(reasons.FORMAT_UNKNOWN, f"no format {name!r}; choose one of {', '.join(FORMATS)}")
+    return FORMATS[key]
+
+
+def detect(path: Path) -> Format:
+    """The format of a file or folder, from its name and its first rows; raises `FileError` where there is none."""
+    if not path.exists():
+        raise FileError(reasons.FILE_MISSING, f"{path}: no such file or folder")
+    if path.is_dir():
+        return _detect_folder(path)
+    with open_file(path):
+        pass
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        return _by_columns(path, parquet.columns(path))
+    if suffix == ".tsv":
+        return _by_columns(path, table_header(path))
+    if suffix == ".csv":
+        return FORMATS["mmvp"]
+    if suffix in (".json", ".jsonl"):
+        return _detect_json(path)
+    raise FileError(
+        reasons.FORMAT_UNKNOWN, f"{path}: {suffix or 'no'} extension; .json, .jsonl, .tsv, .parquet or .csv is expected"
+    )
+
+
+def _detect_folder(path: Path) -> Format:
+    if (path / mmvp.QUESTIONS).exists():
+        return FORMATS["mmvp"]
+    first = next(iter(sorted(path.rglob("*.parquet"))), None)
+    if first is None:
+        raise FileError(
+            reasons.NOT_A_FILE,
+            f"{path}: is a folder without {mmvp.QUESTIONS} (MMVP) or parquet files; name the data file inside it",
+        )
+    return _by_columns(first, parquet.columns(first))
+
+
+def _by_columns(path: Path, found: list[str]) -> Format:
+    for name, required in _TABLES.items():
+        if set(required) <= set(found):
+            return FORMATS[name]
+    likely = max(_TABLES, key=lambda name: len(set(_TABLES[name]) & set(found)))
+    lost = ", ".join(name for name in _TABLES[likely] if name not in found)
+    raise FileError(
+        reasons.WRONG_COLUMNS,
+        f"{path}: columns {', '.join(found)[:200]} fit no format; nearest is {likely}, which also needs {lost}",
+    )
+
+
+def _detect_json(path: Path) -> Format:
+    rows = list(islice(json_rows(path), _PROBE_ROWS))
+    objects = [row.data for row in rows if row.error is None]
+    for data in objects:
+        if name := _json_format(data):
+            return FORMATS[name]
+    if not objects:
+        why = str(rows[0].error) if rows else "no rows"
+        raise FileError(reasons.FILE_UNREADABLE, f"{path}: no JSON object in the first rows ({why})")
+    keys = ", ".join(map(str, objects[0]))[:200] or "none"
+    raise FileError(reasons.FORMAT_UNKNOWN, f"{path}: keys {keys} fit no format; name one with --format")
+
+
+def _json_format(row: dict[str, Any]) -> str | None:
+    folded = {mme_realworld.fold_key(str(key)) for key in row}
+    if {"answerchoices", "groundtruth"} <= folded:
+        return "mme-realworld"
+    if {"data_path", "image_folder"} <= set(row):
+        return "lvr-meta"
+    if "conversations" in row:
+        images = row.get("image")
+        marked = isinstance(images, list) and any("###" in str(entry) for entry in images)
+        return "visual-cot" if marked else "lvr"
+    if "images" in row and ("question" in row or "turns" in row):
+        return "jsonl"
+    return None
+
+
+def files_of(path: Path, fmt: Format, options: ReadOptions) -> list[Path]:
+    """The files that one input stands for, in a fixed order."""
+    if not path.exists():
+        raise FileError(reasons.FILE_MISSING, f"{path}: no such file or folder")
+    if not path.is_dir():
+        _check_columns(path, fmt)
+        return [path]
+    if fmt.name == "mmvp":
+        if not (path / mmvp.QUESTIONS).is_file():
+            raise FileError(reasons.FILE_MISSING, f"{path}: no {mmvp.QUESTIONS} in this folder")
+        return [path]
+    if not fmt.folders:
+        raise FileError(reasons.NOT_A_FILE, f"{path}: is a folder; {fmt.title} is expected as a file")
+    found = sorted(path.rglob("*.parquet"))
+    if fmt.name == "blink":
+        found = [file for file in found if file.name.startswith(f"{options.split}-")] or found
+    if not found:
+        raise FileError(reasons.NOT_A_FILE, f"{path}: is a folder without parquet files")
+    for file in found:
+        _check_columns(file, fmt)
+    return found
+
+
+def _check_columns(path: Path, fmt: Format) -> None:
+    """Refuse a table whose columns are not those of a format that was named explicitly."""
+    required = _TABLES.get(fmt.name)
+    suffix = path.suffix.lower()
+    if required is None or suffix not in (".parquet", ".tsv"):
+        return
+    found = parquet.columns(path) if suffix == ".parquet" else table_header(path)
+    if lost := [name for name in required if name not in found]:
+        raise FileError(
+            reasons.WRONG_COLUMNS, f"{path}: no column {', '.join(lost)} ({fmt.title}); found {', '.join(found)[:200]}"
+        )

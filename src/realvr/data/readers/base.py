@@ -1,0 +1,243 @@
+"""What a reader is made of, and the checks that every format shares."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+from realvr.data import reasons
+from realvr.data.reasons import BadRow
+from realvr.data.sample import LETTERS, Box, ImageRef, Source, strip_image_tags
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How files are read. Every field is a flag of ``realvr data check``."""
+
+    images: Path | None = None
+    """Folder that image paths are relative to; None means the folder of the data file."""
+    policy: Literal["skip", "strict"] = "skip"
+    """``skip`` drops and counts bad rows; ``strict`` stops at the first, naming file and row."""
+    check_images: Literal["none", "exists", "decode"] = "exists"
+    """How far images are checked while reading."""
+    duplicates: Literal["drop", "rename"] = "drop"
+    """What happens to a row whose id was seen before (LLaVA files reuse ids on purpose: ``rename`` keeps them)."""
+    split: str = "val"
+    """Which split is read from a BLINK tree."""
+    mmvp_corrected: bool = False
+    """Correct the swapped answers at Index 99/100 and 279/280 of the original MMVP file."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One raw row, or what went wrong where one was expected."""
+
+    number: int
+    """1-based, header not counted."""
+    data: Any = None
+    error: BadRow | None = None
+    progress: float = 0.0
+    """Fraction of the file that has been read."""
+    count: int = 1
+    """How many rows an error stands for, where the rest of a file is lost."""
+    file: Path | None = None
+    """Set where one file lists others: the file this row is really in."""
+    images: Path | None = None
+    """Set where one file lists others: the image folder given there."""
+    prefix: str = ""
+    """Set where one file lists others: put before ids."""
+
+
+@dataclass
+class Context:
+    """What turning a row into a sample may depend on."""
+
+    file: Path
+    images: Path
+    row: int
+    options: ReadOptions
+    state: dict[str, Any]
+    """Lives as long as the file, for formats whose rows refer to earlier rows."""
+    notes: list[tuple[str, str]] = field(default_factory=list)
+    """Repairs made on this row, as (reason, detail)."""
+
+    def note(self, reason: str, detail: str) -> None:
+        """Record that the row was repaired, not dropped."""
+        self.notes.append((reason, detail))
+
+    @property
+    def source(self) -> Source:
+        return Source(str(self.file), self.row)
+
+    def image(self, name: object) -> ImageRef:
+        """Reference to an image file named by the data, which must stay inside the image folder."""
+        if not isinstance(name, str) or not name.strip():
+            raise BadRow(reasons.FIELD_TYPE, f"image path is {name!r}")
+        path = PurePosixPath(name)
+        inside = _normal(self.images)
+        wanted = _normal(self.images / path)
+        # Lexical on purpose: links that the user placed inside the image folder are theirs to place.
+        if "\0" in name or not wanted.is_relative_to(inside) or wanted == inside:
+            raise BadRow(reasons.IMAGE_PATH_ESCAPES, f"{name!r} is not inside {self.images}")
+        return ImageRef(id=name, path=wanted)
+
+
+def _normal(path: Path) -> Path:
+    """Absolute path with ``..`` removed, links left alone."""
+    parts: list[str] = []
+    for part in Path.cwd().joinpath(path).parts:
+        if part == "..":
+            parts = parts[:-1] if len(parts) > 1 else parts
+        else:
+            parts.append(part)
+    return Path(*parts)
+
+
+@dataclass(frozen=True)
+class Format:
+    """One file format: where its rows come from and how a row becomes a sample."""
+
+    name: str
+    title: str
+    rows: Callable[[Path, ReadOptions], Iterator[Row]]
+    parse: Callable[[Any, Context], Any]
+    folders: bool = False
+    """Whether a folder is a valid input."""
+
+
+def require(row: dict[str, Any], key: str) -> Any:
+    """Value of a field that must be there and not null."""
+    value = row.get(key)
+    if value is None:
+        raise BadRow(reasons.FIELD_MISSING, f"no {key!r} (found: {', '.join(map(str, row)) or 'nothing'})")
+    return value
+
+
+def text_of(row: dict[str, Any], key: str) -> str:
+    """A required field as text; numbers are accepted because tables lose their quotes."""
+    value = require(row, key)
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise BadRow(reasons.FIELD_TYPE, f"{key!r} is {type(value).__name__}, text is expected")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadRow(reasons.FIELD_MISSING, f"{key!r} is empty")
+    return str(value).strip()
+
+
+def question_of(row: dict[str, Any], key: str) -> str:
+    """The question; must not be empty."""
+    text = text_of(row, key)
+    if not text:
+        raise BadRow(reasons.QUESTION_EMPTY, f"{key!r} is empty")
+    return text
+
+
+def letter_answer(answer: str, choices: Sequence[str]) -> str:
+    """Canonical letter from "D", "d", "(D)", "D." or the text of exactly one option."""
+    if not answer.strip():
+        raise BadRow(reasons.ANSWER_EMPTY, "the answer is empty")
+    match = re.fullmatch(r"\(?([A-Za-z])[).:]?", answer.strip())
+    if match and match[1].upper() in LETTERS[: len(choices)]:
+        return match[1].upper()
+    same = [index for index, choice in enumerate(choices) if choice.strip().lower() == answer.strip().lower()]
+    if len(same) == 1:
+        return LETTERS[same[0]]
+    raise BadRow(reasons.ANSWER_NOT_IN_CHOICES, f"answer {answer[:40]!r}, {len(choices)} options")
+
+
+def checked_choices(choices: Sequence[object]) -> list[str]:
+    """Options as text; at least two, none empty."""
+    texts = [str(choice).strip() if isinstance(choice, str | int | float) else "" for choice in choices]
+    if len(texts) < 2 or len(texts) > len(LETTERS) or not all(texts):
+        raise BadRow(
+            reasons.CHOICES_MALFORMED, f"{len(texts)} options, {sum(not text for text in texts)} of them empty"
+        )
+    return texts
+
+
+def parse_boxes(text: str) -> list[list[float]]:
+    """Every ``[a, b, c, d]`` in a text."""
+    number = r"\s*-?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?\s*"
+    found = re.findall(rf"\[({number},{number},{number},{number})\]", text)
+    return [[float(value) for value in group.split(",")] for group in found]
+
+
+def normal_box(values: object, image: int, ctx: Context, size: tuple[int, int] | None = None) -> Box | None:
+    """Four numbers -> `Box` in fractions, clipped; None where no area is left (counted as ``box_degenerate``).
+
+    ``size`` (width, height) converts from pixels. Inverted corners are swapped, overhang is clipped, both are counted.
+    """
+    if not isinstance(values, list | tuple) or len(values) != 4:
+        raise BadRow(reasons.BOX_MALFORMED, f"box {values!r:.60} is not four numbers")
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
+        raise BadRow(reasons.BOX_MALFORMED, f"box {values!r:.60} is not four numbers")
+    x0, y0, x1, y1 = (float(value) for value in values)
+    if not all(math.isfinite(value) for value in (x0, y0, x1, y1)):
+        raise BadRow(reasons.BOX_MALFORMED, f"box {values!r:.60} is not finite")
+    if x0 > x1 or y0 > y1:
+        ctx.note(reasons.BOX_INVERTED, f"box {values!r:.60}")
+        x0, x1, y0, y1 = min(x0, x1), max(x0, x1), min(y0, y1), max(y0, y1)
+    if size is not None:
+        x0, y0, x1, y1 = x0 / size[0], y0 / size[1], x1 / size[0], y1 / size[1]
+    clipped = tuple(min(1.0, max(0.0, value)) for value in (x0, y0, x1, y1))
+    if clipped[0] >= clipped[2] or clipped[1] >= clipped[3]:
+        ctx.note(reasons.BOX_DEGENERATE, f"box {values!r:.60}")
+        return None
+    if clipped != (x0, y0, x1, y1):
+        ctx.note(reasons.BOX_OUTSIDE, f"box {values!r:.60}")
+    return Box(image, (clipped[0], clipped[1], clipped[2], clipped[3]))
+
+
+def fraction_box(values: object, image: int, ctx: Context) -> Box | None:
+    """As `normal_box` for a format whose boxes are fractions: pixels are refused, because guessing hides mistakes."""
+    numbers = [value for value in values if isinstance(value, int | float)] if isinstance(values, list | tuple) else []
+    if any(abs(value) > 2 for value in numbers if math.isfinite(value)):
+        raise BadRow(reasons.BOX_IN_PIXELS, f"box {values!r:.60}: fractions of the image are expected")
+    return normal_box(values, image, ctx)
+
+
+_OPTION_LINE = re.compile(r"\s*\(?([A-Z])[).:]\s*(\S.*?)\s*")
+_OPTIONS_HEAD = re.compile(r"\s*(?:options|choices)\s*:?\s*", re.IGNORECASE)
+
+
+def split_options(text: str, answer: str) -> tuple[str, list[str]]:
+    """Take a closing block of lines "(A) ...", "(B) ..." off a question, when ``answer`` is one of its letters.
+
+    Training files keep options inside the question. Without this the letter is the only thing that can be compared.
+    """
+    lines = text.rstrip().split("\n")
+    options: list[str] = []
+    letters = ""
+    while lines and (match := _OPTION_LINE.fullmatch(lines[-1])):
+        letters = match[1] + letters
+        options.insert(0, match[2])
+        lines.pop()
+        if match[1] == "A":
+            break
+    if len(options) < 2 or letters != LETTERS[: len(options)] or answer not in letters or len(answer) != 1:
+        return text.strip(), []
+    if lines and _OPTIONS_HEAD.fullmatch(lines[-1]):
+        lines.pop()
+    question = "\n".join(lines).strip()
+    return (question, options) if question else (text.strip(), [])
+
+
+def join_options(question: str, choices: Sequence[str]) -> str:
+    """The inverse of `split_options`: the question followed by one "(A) ..." line per option."""
+    return "\n".join([question, *(f"({LETTERS[index]}) {choice}" for index, choice in enumerate(choices))])
+
+
+def strip_letter(option: str) -> str:
+    """ "(A) a red car" or "A. a red car" -> "a red car"."""
+    return re.sub(r"^\s*(?:\([A-Za-z]\)|[A-Z][.:)])\s*", "", option).strip()
+
+
+def untagged(text: str, images: int, ctx: Context) -> str:
+    """Question without ``<image>`` marks, noting a count that differs from the number of images."""
+    plain, marks = strip_image_tags(text)
+    if marks and marks != images:
+        ctx.note(reasons.IMAGE_COUNT_MISMATCH, f"{marks} <image> marks, {images} images")
+    return plain

@@ -1,0 +1,61 @@
+"""BLINK: a tree ``<SubTask>/val-00000-of-00001.parquet`` with up to four images per question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from realvr.data import reasons
+from realvr.data.parquet import parquet_rows
+from realvr.data.readers.base import (
+    Context,
+    Format,
+    ReadOptions,
+    Row,
+    checked_choices,
+    letter_answer,
+    question_of,
+    require,
+    text_of,
+)
+from realvr.data.readers.cells import cell_image
+from realvr.data.reasons import BadRow
+from realvr.data.sample import Sample
+
+IMAGES = ("image_1", "image_2", "image_3", "image_4")
+REQUIRED = ("idx", "question", "choices", "answer", "image_1")
+COLUMNS = ("idx", "question", "prompt", "choices", "answer", "sub_task", *IMAGES)
+
+
+def parse(row: dict[str, Any], ctx: Context) -> Sample:
+    """One row -> sample. The prompt that already carries the options is kept in ``meta``."""
+    name = text_of(row, "idx")
+    images = [cell_image(row[column], f"{name}/{column}") for column in IMAGES if row.get(column) is not None]
+    if not images:
+        raise BadRow(reasons.IMAGE_LIST_EMPTY, "image_1 to image_4 are all empty")
+    options = require(row, "choices")
+    if not isinstance(options, list):
+        raise BadRow(reasons.FIELD_TYPE, f"'choices' is {type(options).__name__}, a list is expected")
+    choices = checked_choices(options)
+    answer = text_of(row, "answer")
+    if answer.lower() == "hidden":
+        raise BadRow(reasons.ANSWER_HIDDEN, "the answer is withheld")
+    return Sample.ask(
+        name,
+        images,
+        question_of(row, "question"),
+        letter_answer(answer, choices),
+        choices=choices,
+        task=str(row.get("sub_task") or ctx.file.parent.name),
+        source=ctx.source,
+        meta={"prompt": row["prompt"]} if row.get("prompt") else {},
+    )
+
+
+def rows(path: Path, options: ReadOptions) -> Iterator[Row]:
+    """Rows of one parquet file."""
+    return parquet_rows(path, COLUMNS)
+
+
+FORMAT = Format("blink", "BLINK parquet tree", rows, parse, folders=True)

@@ -1,0 +1,124 @@
+"""Our own JSON lines: one `Sample` per line, image paths relative to the file, boxes in fractions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from realvr.data import reasons
+from realvr.data.readers.base import (
+    Context,
+    Format,
+    checked_choices,
+    fraction_box,
+    letter_answer,
+    question_of,
+    require,
+    text_of,
+)
+from realvr.data.reasons import BadRow
+from realvr.data.sample import Box, ImageRef, Message, Sample, decode_base64
+from realvr.data.streams import json_rows
+
+
+def to_json(sample: Sample, images: list[str] | None = None) -> dict[str, Any]:
+    """The sample as one JSON object; ``images`` replaces image ids by the names they were saved under.
+
+    ``turns`` is written only where ``question`` does not say everything.
+    """
+    row: dict[str, Any] = {
+        "id": sample.id,
+        "images": images if images is not None else [image.id for image in sample.images],
+        "question": sample.question,
+        "choices": sample.choices,
+        "answer": sample.answer,
+        "boxes": [{"image": box.image, "xyxy": list(box.xyxy)} for box in sample.boxes],
+    }
+    simple = [Message("user", sample.question, tuple(range(len(sample.images))))]
+    if sample.turns != simple:
+        row["turns"] = [{"role": turn.role, "text": turn.text, "images": list(turn.images)} for turn in sample.turns]
+    optional = ("response", "task", "category", "tags", "pair", "cycle", "meta")
+    return row | {name: getattr(sample, name) for name in optional if getattr(sample, name)}
+
+
+def _images(row: dict[str, Any], ctx: Context) -> list[ImageRef]:
+    names = require(row, "images")
+    if not isinstance(names, list):
+        raise BadRow(reasons.FIELD_TYPE, f"'images' is {type(names).__name__}, a list is expected")
+    if not names:
+        raise BadRow(reasons.IMAGE_LIST_EMPTY, "'images' is empty")
+    images: list[ImageRef] = []
+    for position, name in enumerate(names):
+        if isinstance(name, dict) and isinstance(name.get("base64"), str):
+            inline = str(name.get("id") or f"{ctx.file.name}#{ctx.row}/{position}")
+            images.append(ImageRef.from_bytes(inline, decode_base64(name["base64"], inline)))
+        else:
+            images.append(ctx.image(name))
+    return images
+
+
+def _turns(row: dict[str, Any], count: int) -> list[Message]:
+    if row.get("turns") is None:
+        return [Message("user", question_of(row, "question"), tuple(range(count)))]
+    turns: list[Message] = []
+    for turn in row["turns"] if isinstance(row["turns"], list) else [None]:
+        if not isinstance(turn, dict) or turn.get("role") not in ("system", "user", "assistant"):
+            raise BadRow(reasons.FIELD_TYPE, f"a turn is {turn!r:.60}; role and text are expected")
+        shown = turn.get("images", [])
+        if not isinstance(shown, list) or not all(isinstance(index, int) and 0 <= index < count for index in shown):
+            raise BadRow(reasons.FIELD_TYPE, f"a turn shows images {shown!r:.60} of {count}")
+        turns.append(Message(turn["role"], text_of(turn, "text"), tuple(shown)))
+    if not any(turn.role == "user" and turn.text for turn in turns):
+        raise BadRow(reasons.QUESTION_EMPTY, "no user turn")
+    return turns
+
+
+def _boxes(row: dict[str, Any], count: int, ctx: Context) -> list[Box]:
+    raw = row.get("boxes") or []
+    if not isinstance(raw, list):
+        raise BadRow(reasons.BOX_MALFORMED, f"'boxes' is {type(raw).__name__}, a list is expected")
+    boxes: list[Box] = []
+    for entry in raw:
+        image = entry.get("image", 0) if isinstance(entry, dict) else None
+        if not isinstance(image, int) or not 0 <= image < count:
+            raise BadRow(reasons.BOX_MALFORMED, f"box {entry!r:.60} names no image of the row")
+        box = fraction_box(entry.get("xyxy"), image, ctx)
+        if box is not None:
+            boxes.append(box)
+    return boxes
+
+
+def _optional(row: dict[str, Any], name: str, kind: type) -> Any:
+    value = row.get(name)
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        raise BadRow(reasons.FIELD_TYPE, f"{name!r} is {type(value).__name__}, {kind.__name__} is expected")
+    return value
+
+
+def parse(row: dict[str, Any], ctx: Context) -> Sample:
+    """One line -> sample."""
+    images = _images(row, ctx)
+    choices = checked_choices(row["choices"]) if _optional(row, "choices", list) else []
+    answer = text_of(row, "answer")
+    if not answer:
+        raise BadRow(reasons.ANSWER_EMPTY, "'answer' is empty")
+    return Sample(
+        id=text_of(row, "id"),
+        images=images,
+        turns=_turns(row, len(images)),
+        answer=letter_answer(answer, choices) if choices else answer,
+        choices=choices,
+        boxes=_boxes(row, len(images), ctx),
+        response=_optional(row, "response", str),
+        task=_optional(row, "task", str),
+        category=_optional(row, "category", str),
+        tags={str(key): str(value) for key, value in _optional(row, "tags", dict).items()},
+        pair=None if row.get("pair") is None else str(row["pair"]),
+        cycle=None if row.get("cycle") is None else str(row["cycle"]),
+        source=ctx.source,
+        meta=_optional(row, "meta", dict),
+    )
+
+
+FORMAT = Format("jsonl", "realvr JSON lines", lambda path, options: json_rows(path), parse)

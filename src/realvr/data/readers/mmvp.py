@@ -1,0 +1,90 @@
+"""MMVP: ``Questions.csv`` beside a folder of numbered images. Rows 2i-1 and 2i are a pair with the same question."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from realvr.data import reasons
+from realvr.data.readers.base import (
+    Context,
+    Format,
+    ReadOptions,
+    Row,
+    checked_choices,
+    letter_answer,
+    question_of,
+    text_of,
+)
+from realvr.data.reasons import BadRow, FileError
+from realvr.data.sample import LETTERS, ImageRef, Sample
+from realvr.data.streams import csv_rows
+
+QUESTIONS = "Questions.csv"
+REQUIRED = ("Index", "Question", "Options", "Correct Answer")
+FOLDERS = ("MMVP Images", "MMVP_Images")
+SWAPPED = frozenset({99, 100, 279, 280})
+"""Rows whose answers are swapped in the original file (a later upload fixed them)."""
+_OPTION = re.compile(r"\(([a-z])\)\s*")
+
+
+def parse_options(text: str) -> list[str]:
+    """ "(a) Open (b) Closed" -> ["Open", "Closed"]. Only letters in order start an option."""
+    starts: list[tuple[int, int]] = []
+    for match in _OPTION.finditer(text):
+        if match[1].upper() == LETTERS[len(starts) : len(starts) + 1]:
+            starts.append(match.span())
+    ends = [begin for begin, _ in starts[1:]] + [len(text)]
+    return checked_choices([text[after:end] for (_, after), end in zip(starts, ends, strict=True)])
+
+
+def _image(index: int, ctx: Context) -> ImageRef:
+    """The numbered image in whichever spelling of the folder exists. PNG is accepted beside the original JPEG."""
+    folder = ctx.state.get("folder")
+    if folder is None:
+        folder = next((name for name in FOLDERS if (ctx.images / name).is_dir()), FOLDERS[0])
+        ctx.state["folder"] = folder
+    suffix = next(
+        (end for end in (".jpg", ".png", ".jpeg") if (ctx.images / folder / f"{index}{end}").exists()), ".jpg"
+    )
+    return ctx.image(f"{folder}/{index}{suffix}")
+
+
+def parse(row: dict[str, Any], ctx: Context) -> Sample:
+    """One row -> sample with its pair."""
+    number = text_of(row, "Index")
+    if not number.isdecimal() or int(number) < 1:
+        raise BadRow(reasons.FIELD_TYPE, f"Index is {number!r}, a number from 1 is expected")
+    index = int(number)
+    choices = parse_options(text_of(row, "Options"))
+    answer = letter_answer(text_of(row, "Correct Answer"), choices)
+    if ctx.options.mmvp_corrected and index in SWAPPED and answer in "AB" and len(choices) == 2:
+        answer = "B" if answer == "A" else "A"
+    return Sample.ask(
+        number,
+        [_image(index, ctx)],
+        question_of(row, "Question"),
+        answer,
+        choices=choices,
+        task="mmvp",
+        pair=str((index + 1) // 2),
+        source=ctx.source,
+    )
+
+
+def rows(path: Path, options: ReadOptions) -> Iterator[Row]:
+    """Rows of ``Questions.csv``, given itself or by its folder."""
+    file = path / QUESTIONS if path.is_dir() else path
+    for row in csv_rows(file):
+        if (
+            row.number == 1
+            and isinstance(row.data, dict)
+            and (lost := [name for name in REQUIRED if name not in row.data])
+        ):
+            raise FileError(reasons.WRONG_COLUMNS, f"{file}: no column {', '.join(lost)}; found {', '.join(row.data)}")
+        yield Row(row.number, row.data, row.error, row.progress, file=file, images=options.images or file.parent)
+
+
+FORMAT = Format("mmvp", "MMVP folder", rows, parse, folders=True)

@@ -1,0 +1,84 @@
+"""Visual-CoT: four-turn rows whose evidence box is written behind the image path, ``path###[x0, y0, x1, y1]``.
+
+The box after ``###`` is in pixels of the original image. The box in turn 1 is normalised in the frame padded to a
+square, so reading it as a fraction of the image is wrong on every image that is not square: it is never used here.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from realvr.data import reasons
+from realvr.data.readers.base import Context, Format, normal_box, parse_boxes, require, split_options
+from realvr.data.readers.conversation import turns_of
+from realvr.data.reasons import BadRow
+from realvr.data.sample import Box, ImageRef, Message, Sample, strip_image_tags
+from realvr.data.streams import json_rows
+
+BOX_REQUEST = "Please provide the bounding box coordinate of the region that can help you answer the question better."
+_REQUEST = re.compile(re.escape(BOX_REQUEST) + r"\s*")
+
+
+def _images(row: dict[str, Any], ctx: Context) -> tuple[list[ImageRef], list[tuple[int, list[float]]]]:
+    """Distinct images in order, and (image index, pixel box) for every ``###`` entry."""
+    entries = require(row, "image")
+    entries = [entries] if isinstance(entries, str) else entries
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        raise BadRow(reasons.FIELD_TYPE, "'image' is not a list of paths")
+    if not entries:
+        raise BadRow(reasons.IMAGE_LIST_EMPTY, "'image' is empty")
+    names: list[str] = []
+    boxes: list[tuple[int, list[float]]] = []
+    for entry in entries:
+        name, mark, tail = entry.partition("###")
+        if name not in names:
+            names.append(name)
+        if mark:
+            found = parse_boxes(tail)
+            if not found:
+                raise BadRow(reasons.BOX_MALFORMED, f"no box in {entry[-60:]!r}")
+            boxes.extend((names.index(name), values) for values in found)
+    return [ctx.image(name) for name in names], boxes
+
+
+def _size(row: dict[str, Any], images: list[ImageRef], index: int) -> tuple[int, int]:
+    """Size that a pixel box refers to: the row's own, where it is given for a single image, else the image's header."""
+    width, height = row.get("width"), row.get("height")
+    if len(images) == 1 and isinstance(width, int) and isinstance(height, int) and width > 0 and height > 0:
+        return width, height
+    return images[index].size
+
+
+def parse(row: dict[str, Any], ctx: Context) -> Sample:
+    """One row -> sample."""
+    images, pixel_boxes = _images(row, ctx)
+    turns = turns_of(row)
+    question = next((text for role, text in turns if role == "user"), "")
+    reply = next((text for role, text in reversed(turns) if role == "assistant"), "").strip()
+    question, _ = strip_image_tags(_REQUEST.sub("", question))
+    if not question:
+        raise BadRow(reasons.QUESTION_EMPTY, "turn 0 asks nothing")
+    if not reply or turns[-1][0] != "assistant" or (pixel_boxes and len(turns) < 4):
+        raise BadRow(reasons.ANSWER_EMPTY, "the last turn gives no answer")
+    question, choices = split_options(question, reply)
+    boxes: list[Box] = []
+    for index, values in pixel_boxes:
+        box = normal_box(values, index, ctx, _size(row, images, index))
+        if box is not None and box not in boxes:
+            boxes.append(box)
+    dataset, number = str(row.get("dataset", ctx.file.stem)), row.get("question_id", ctx.row)
+    return Sample(
+        id=f"{dataset}/{row.get('split', 'train')}/{number}",
+        images=images,
+        turns=[Message("user", question, tuple(range(len(images))))],
+        answer=reply,
+        choices=choices,
+        boxes=boxes,
+        task=dataset,
+        tags={"split": str(row.get("split", ""))} if row.get("split") else {},
+        source=ctx.source,
+    )
+
+
+FORMAT = Format("visual-cot", "Visual-CoT rows", lambda path, options: json_rows(path), parse)

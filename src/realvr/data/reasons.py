@@ -1,0 +1,105 @@
+"""Why a row is dropped or repaired, or a file refused: one named constant each, with the sentence a person reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from realvr.data.image_file import IMAGE_BROKEN, IMAGE_MISSING, IMAGE_NOT_A_FILE, IMAGE_TOO_LARGE
+from realvr.data.sample import BASE64_INVALID
+from realvr.errors import UserError
+
+# Files
+FILE_MISSING = "file_missing"
+FILE_EMPTY = "file_empty"
+FILE_UNREADABLE = "file_unreadable"
+NOT_A_FILE = "not_a_file"
+FORMAT_UNKNOWN = "format_unknown"
+WRONG_COLUMNS = "wrong_columns"
+# Rows
+NOT_UTF8 = "not_utf8"
+JSON_INVALID = "json_invalid"
+ROW_TRUNCATED = "row_truncated"
+ROW_MALFORMED = "row_malformed"
+DUPLICATE_ID = "duplicate_id"
+FIELD_MISSING = "field_missing"
+FIELD_TYPE = "field_type"
+QUESTION_EMPTY = "question_empty"
+ANSWER_EMPTY = "answer_empty"
+ANSWER_HIDDEN = "answer_hidden"
+ANSWER_NOT_IN_CHOICES = "answer_not_in_choices"
+CHOICES_MALFORMED = "choices_malformed"
+BOXED_UNBALANCED = "boxed_unbalanced"
+# Images
+IMAGE_LIST_EMPTY = "image_list_empty"
+IMAGE_PATH_ESCAPES = "image_path_escapes"
+IMAGE_COUNT_MISMATCH = "image_count_mismatch"
+# Boxes
+BOX_MALFORMED = "box_malformed"
+BOX_IN_PIXELS = "box_in_pixels"
+BOX_DEGENERATE = "box_degenerate"
+BOX_OUTSIDE = "box_outside"
+BOX_INVERTED = "box_inverted"
+
+FILE_REASONS: dict[str, str] = {
+    FILE_MISSING: "no such file or folder",
+    FILE_EMPTY: "the file holds no bytes",
+    FILE_UNREADABLE: "the file cannot be opened or is not what its name says",
+    NOT_A_FILE: "a folder where a file is expected",
+    FORMAT_UNKNOWN: "the layout is none of the supported formats",
+    WRONG_COLUMNS: "column names are not those of the format",
+}
+
+DROP_REASONS: dict[str, str] = {
+    NOT_UTF8: "the row is not UTF-8",
+    JSON_INVALID: "the row is not valid JSON",
+    ROW_TRUNCATED: "the row ends early",
+    ROW_MALFORMED: "the row has too many columns, or is not an object",
+    DUPLICATE_ID: "an earlier row has the same id",
+    FIELD_MISSING: "a required field is absent",
+    FIELD_TYPE: "a field has the wrong type",
+    QUESTION_EMPTY: "the question is empty",
+    ANSWER_EMPTY: "the answer is empty",
+    ANSWER_HIDDEN: "the answer is withheld (test split)",
+    ANSWER_NOT_IN_CHOICES: "the answer is none of the options",
+    CHOICES_MALFORMED: "options are missing, empty or cannot be told apart",
+    BOXED_UNBALANCED: "\\boxed{ without its closing brace",
+    IMAGE_LIST_EMPTY: "the row names no image",
+    IMAGE_PATH_ESCAPES: "the image path leaves the image folder",
+    IMAGE_MISSING: "the image file does not exist",
+    IMAGE_NOT_A_FILE: "the image path is a folder",
+    IMAGE_BROKEN: "the image cannot be decoded",
+    IMAGE_TOO_LARGE: "the image exceeds the pixel limit",
+    BASE64_INVALID: "the image is not valid base64",
+    BOX_MALFORMED: "a box is not four finite numbers, or names an image that is not there",
+    BOX_IN_PIXELS: "a box is in pixels where fractions are expected",
+    FILE_UNREADABLE: "the rest of the file is damaged",
+    FILE_MISSING: "a listed data file does not exist",
+}
+
+REPAIR_REASONS: dict[str, str] = {
+    BOX_DEGENERATE: "a box has no area inside the image: the row is kept without it",
+    BOX_OUTSIDE: "a box reaches outside the image: clipped",
+    BOX_INVERTED: "a box has its corners swapped: put in order",
+    IMAGE_COUNT_MISMATCH: "the number of <image> marks differs from the number of images",
+    DUPLICATE_ID: "an earlier row has the same id: renamed",
+}
+
+
+class BadRow(Exception):
+    """A row that cannot become a sample. Never leaves `realvr.data`: the reading policy decides what it means."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+class FileError(UserError):
+    """A file that cannot be read at all. ``reason`` is one of `FILE_REASONS`."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.reason, str(self))  # as `ImageError`: loader workers raise across processes

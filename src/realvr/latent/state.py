@@ -1,0 +1,101 @@
+"""The decoding state: keys and values, what each column is, and the hidden state that comes next.
+
+A state is never changed in place: every operation returns a new one that shares tensors with the old. A fork is therefore free,
+and a branch cannot disturb its trunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from realvr.backbone.attention import Columns, Segments
+
+
+@dataclass(frozen=True)
+class State:
+    """B rows that have read T columns."""
+
+    kv: list[Segments]
+    columns: Columns
+    next_B: Tensor
+    """Position of the next token."""
+    last_BD: Tensor
+    """Hidden state after the final norm at the last real column: the next latent, or what the LM head reads."""
+    image_BT: Tensor
+    """Columns that hold visual tokens."""
+    span: tuple[int, int] | None = None
+    """First and one-past-last column of the newest latent slots."""
+
+    @property
+    def length(self) -> int:
+        """T."""
+        return self.columns.length
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return int(self.next_B.shape[0])
+
+    @property
+    def slots(self) -> slice:
+        """Columns of the newest latent slots, as a probe wants them."""
+        if self.span is None:
+            raise ValueError("this state has no latent span")
+        return slice(*self.span)
+
+    def fork(self) -> State:
+        """A second state over the same past."""
+        return replace(self)
+
+    def repeat(self, times: int) -> State:
+        """Each row ``times`` times, copies adjacent: (B,) → (B * times,)."""
+        return self._rows(lambda x: x.repeat_interleave(times, dim=0))
+
+    def select(self, index: Tensor) -> State:
+        """The rows ``index`` (n,), in that order."""
+        return self._rows(lambda x: x[index])
+
+    def detach(self) -> State:
+        """The same values outside the graph."""
+        return self._rows(lambda x: x.detach())
+
+    def _rows(self, change: Callable[[Tensor], Tensor]) -> State:
+        columns = self.columns
+        return replace(
+            self,
+            kv=[tuple((change(k), change(v)) for k, v in pieces) for pieces in self.kv],
+            columns=Columns(
+                columns.length,
+                *(None if x is None else change(x) for x in (columns.real, columns.segment, columns.block)),
+            ),
+            next_B=change(self.next_B),
+            last_BD=change(self.last_BD),
+            image_BT=change(self.image_BT),
+        )
+
+
+def join_columns(old: Columns | None, new: Columns, rows: int, device: torch.device) -> Columns:
+    """Columns of a longer state; a fact that only one side carries gets its neutral value on the other."""
+    if old is None:
+        return new
+
+    def join(a: Tensor | None, b: Tensor | None, neutral: bool | int) -> Tensor | None:
+        if a is None and b is None:
+            return None
+        dtype = torch.bool if isinstance(neutral, bool) else torch.long
+        if a is None:
+            a = torch.full((rows, old.length), neutral, dtype=dtype, device=device)
+        if b is None:
+            b = torch.full((rows, new.length), neutral, dtype=dtype, device=device)
+        return torch.cat([a, b], dim=1)
+
+    return Columns(
+        old.length + new.length,
+        join(old.real, new.real, True),
+        join(old.segment, new.segment, -1),
+        join(old.block, new.block, -1),
+    )
