@@ -16,11 +16,11 @@ from realvr.errors import UserError
 from realvr.world import puzzles
 from realvr.world.edits import sample_pair
 from realvr.world.items import Item, single
+from realvr.world.phrasing import phrase
 from realvr.world.proposals import values
 from realvr.world.queries import Description, Query
 from realvr.world.questions import MAX_TRIES, Question, ask, sample_question
-from realvr.world.phrasing import phrase
-from realvr.world.sampling import Style, easy, full, pick, sample_scene
+from realvr.world.sampling import Style, easy, full, pick, sample_scene, shows
 from realvr.world.scene import Scene
 
 BLINK_TASKS: dict[str, int] = {
@@ -85,7 +85,7 @@ def blink_item(rng: np.random.Generator, task: str, index: int, style: Style, bu
     return makers[task](rng, style, buckets, name)
 
 
-HR_KINDS = {"single": ("color", "shape", "direction"), "cross": ("relation_x", "relation_y", "count", "more")}
+HR_KINDS: dict[str, tuple[str, ...]] = {"single": ("color", "shape", "direction"), "cross": ("relation_x", "relation_y", "count", "more")}
 
 
 def hr_items(
@@ -147,7 +147,9 @@ def _tiny(
         scene, question = sample_question(rng, style, kinds, buckets=buckets)
         for index in question.evidence:
             radius = round(float(rng.uniform(max(low * patch, 3.5), top)) * 2) / 2
-            scene = scene.edit(index, radius=radius, texture="plain" if radius < 12 else scene.objects[index].texture)
+            item = scene.objects[index]
+            texture = item.texture if shows(item.shape, item.size, radius, item.texture) else "plain"
+            scene = scene.edit(index, radius=radius, texture=texture)
         asked = question.asked_of(scene)
         if asked is None or asked.answer != question.answer or scene.bucket() not in buckets:
             continue
@@ -157,8 +159,8 @@ def _tiny(
     raise RuntimeError("no huge scene serves")
 
 
-MME_KINDS = ("color", "shape", "texture", "count", "position")
-ABSENT_KINDS = ("color", "shape", "texture", "position")
+MME_KINDS: tuple[str, ...] = ("color", "shape", "texture", "count", "position")
+ABSENT_KINDS: tuple[str, ...] = ("color", "shape", "texture", "position")
 
 
 def mme_item(rng: np.random.Generator, index: int, style: Style, buckets: Container[int]) -> Item:
@@ -175,7 +177,7 @@ def mme_item(rng: np.random.Generator, index: int, style: Style, buckets: Contai
             break
     else:
         raise RuntimeError(f"no cluttered scene answers {kind!r}")
-    number = f"world/{index}"
+    number = str(index)
     item = single(
         number, scene, question, f"{index}.png", task="Reasoning" if kind == "count" else "Perception", category=kind,
         tags={"subtask": "Clutter"},
@@ -185,7 +187,7 @@ def mme_item(rng: np.random.Generator, index: int, style: Style, buckets: Contai
 
 def _absent(rng: np.random.Generator, scene: Scene, kind: str) -> Question | None:
     """A question about an object that is not there, though others come close."""
-    names = {"color": ("texture", "shape"), "shape": ("texture", "color")}.get(kind, ("color", "shape"))
+    names: tuple[str, ...] = {"color": ("texture", "shape"), "shape": ("texture", "color")}.get(kind, ("color", "shape"))
     if scene.vocabulary == "easy":
         names = tuple(name for name in names if name != "texture")
     # Words of objects that are there, so that only their combination is missing; a single word must be new.

@@ -84,8 +84,12 @@ def stamp(shape: str, radius: float, rotation: int, texture: str) -> Stamp:
 def tones(item: Object) -> tuple[Floats, Floats, Floats]:
     """Fill, second tone of the texture, and rim, as float RGB."""
     fill = np.asarray(COLORS[item.color], np.float32) * np.float32(item.shade)
+    # The second tone stays clearly of the same color: white must not turn gray, nor black white.
     light = float(fill.mean()) > 128
-    second = fill * np.float32(0.45) if light else fill + (255 - fill) * np.float32(0.62)
+    if light:
+        second = fill * np.float32(0.74 if item.color == "white" else 0.45)
+    else:
+        second = fill + (255 - fill) * np.float32(0.4 if item.color == "black" else 0.62)
     rim = fill * np.float32(0.4) if item.color != "black" else np.full(3, 118, np.float32)
     return fill, second, rim
 

@@ -15,7 +15,7 @@ import numpy as np
 from realvr.world.proposals import values
 from realvr.world.queries import overlap
 from realvr.world.questions import MAX_TRIES, Question, ask, options
-from realvr.world.sampling import ANY_BUCKET, BROAD, Style, pick, sample_scene
+from realvr.world.sampling import ANY_BUCKET, Style, pick, sample_scene, shows
 from realvr.world.scene import Object, Scene
 from realvr.world.words import DIRECTIONS, TEXTURES
 
@@ -86,8 +86,7 @@ def reshape(rng: np.random.Generator, scene: Scene, index: int) -> Edited | None
     item = scene.objects[index]
     taken = {other.shape for other in scene.objects} if scene.vocabulary == "easy" else {item.shape}
     free = [shape for shape in values("shape", scene) if shape not in taken]
-    if item.texture != "plain":
-        free = [shape for shape in free if shape != "arrow" and (item.size == "large" or shape in BROAD)]
+    free = [shape for shape in free if shows(shape, item.size, item.radius, item.texture)]
     rotation = item.rotation - 90 * round(item.rotation / 90)
     return (scene.edit(index, shape=pick(rng, free), rotation=rotation), (index,)) if free else None
 
@@ -132,9 +131,8 @@ def turn(rng: np.random.Generator, scene: Scene, index: int) -> Edited | None:
 def retexture(rng: np.random.Generator, scene: Scene, index: int) -> Edited | None:
     """Another texture, where the object is wide enough to show it."""
     item = scene.objects[index]
-    if item.shape == "arrow" or (item.size != "large" and item.shape not in BROAD):
-        return None
-    return scene.edit(index, texture=pick(rng, [name for name in TEXTURES if name != item.texture])), (index,)
+    others = [name for name in TEXTURES if name != item.texture and shows(item.shape, item.size, item.radius, name)]
+    return (scene.edit(index, texture=pick(rng, others)), (index,)) if others else None
 
 
 EDITORS: dict[str, Editor] = {

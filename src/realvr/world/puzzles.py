@@ -109,7 +109,7 @@ def _surfaces(rng: np.random.Generator, side: int, answer: str) -> Scene:
     radius = round(side / 3 * 0.4 * 2) / 2
     objects, marks = [], []
     for k, (cell, shade) in enumerate(zip(cells, shades, strict=True)):
-        x, y = place(rng, layout, int(cell) % 3, int(cell) // 3, radius)
+        x, y = place(layout, int(cell), radius, rng.random(), rng.random())
         objects.append(Object(pick(rng, ("circle", "square", "hexagon")), "gray", x, y, radius, shade=round(shade, 3)))
         if k < 2:
             half = max(5, side // 24)

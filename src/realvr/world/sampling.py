@@ -19,9 +19,6 @@ BACKGROUNDS = ("flat", "gradient", "noise", "stripes", "tiles")
 SOLID = ("circle", "square", "hexagon")
 """Shapes whose overlap is plain to see wherever they meet."""
 
-BROAD = ("circle", "square", "triangle", "heart", "hexagon")
-"""Shapes wide enough to show a texture when small."""
-
 SMALL, LARGE = 0.265, 0.41
 """Radius of a small and a large object as a fraction of its cell."""
 
@@ -110,9 +107,8 @@ def _looks(rng: np.random.Generator, style: Style, count: int) -> list[tuple[str
         return [(EASY_SHAPES[s], EASY_COLORS[c], "plain") for s, c in zip(shapes, colors, strict=True)]
     some_colors = rng.permutation(len(COMMON_COLORS))[: style.palette]
     some_shapes = rng.permutation(len(COMMON_SHAPES))[: style.palette - 1]
-    u = rng.random((count, 5))
     looks = []
-    for a, b, c, d, e in u:
+    for a, b, c, d, e in rng.random((count, 5)).tolist():
         rare_color, rare_shape = a < 0.1, b < 0.2
         color = RARE_COLORS[int(c * len(RARE_COLORS))] if rare_color else COMMON_COLORS[some_colors[int(c * style.palette)]]
         shape = RARE_SHAPES[int(d * 3)] if rare_shape else COMMON_SHAPES[some_shapes[int(d * (style.palette - 1))]]
@@ -132,20 +128,34 @@ def _size(style: Style, u: float) -> tuple[str, float]:
     return name, round(style.cell * share * 2) / 2
 
 
-def _rotation(rng: np.random.Generator, style: Style, shape: str) -> int:
+def shows(shape: str, size: str, radius: float, texture: str) -> bool:
+    """Whether a person could make out this texture on the object, and the shape through it."""
+    if texture == "plain":
+        return True
+    if shape == "arrow" or radius < 8:
+        return False
+    if size != "large":
+        return shape in ("circle", "square") and (size == "small" or radius >= 14)
+    return texture != "dotted" or shape not in ("moon", "ring", "star")
+
+
+def _rotation(style: Style, shape: str, u: float, v: float) -> int:
     if style.vocabulary == "easy" or shape in ("circle", "ring"):
         return 0
-    turn = 5 * int(rng.integers(-2, 3))
-    return turn + (90 * int(rng.integers(4)) if shape == "arrow" else 0)
+    return 5 * (int(u * 5) - 2) + (90 * int(v * 4) if shape == "arrow" else 0)
 
 
-def place(rng: np.random.Generator, style: Style, column: int, row: int, radius: float) -> tuple[int, int]:
-    """A whole-pixel centre inside a cell, jittered as far as the object fits (turned squares reach 1.14 radii)."""
+def place(style: Style, cell: int, radius: float, u: float, v: float) -> tuple[int, int]:
+    """A whole-pixel centre inside a cell, jittered by ``u``, ``v`` in [0, 1) as far as the object fits.
+
+    Turned squares reach 1.14 radii.
+    """
     width, height = style.width / style.cells[0], style.height / style.cells[1]
     reach = 1.05 * radius + 0.7 if style.vocabulary == "easy" else 1.14 * radius + 1.5
-    room_x, room_y = (max(0.0, side / 2 - reach) for side in (width, height))
-    ux, uy = rng.random(2) * 2 - 1
-    return math.floor((column + 0.5) * width + ux * room_x), math.floor((row + 0.5) * height + uy * room_y)
+    row, column = divmod(cell, style.cells[0])
+    x = (column + 0.5) * width + (2 * u - 1) * max(0.0, width / 2 - reach)
+    y = (row + 0.5) * height + (2 * v - 1) * max(0.0, height / 2 - reach)
+    return math.floor(x), math.floor(y)
 
 
 def _overlap(rng: np.random.Generator, scene: Scene) -> Scene:
@@ -168,15 +178,14 @@ def _overlap(rng: np.random.Generator, scene: Scene) -> Scene:
 def _sample(rng: np.random.Generator, style: Style) -> Scene:
     columns, rows = style.cells
     count = int(rng.integers(style.objects[0], style.objects[1] + 1))
-    cells = rng.permutation(columns * rows)[:count]
-    sizes = rng.random(count)
+    cells = rng.permutation(columns * rows)[:count].tolist()
+    chances = rng.random((count, 5)).tolist()
     objects = []
-    for cell, (shape, color, texture), u in zip(cells, _looks(rng, style, count), sizes, strict=True):
-        size, radius = _size(style, u)
-        if shape == "arrow" or (size != "large" and shape not in BROAD):
-            texture = "plain"  # a person could not make out the pattern, or the shape through it
-        x, y = place(rng, style, int(cell) % columns, int(cell) // columns, radius)
-        objects.append(Object(shape, color, x, y, radius, size, texture, _rotation(rng, style, shape)))
+    for cell, (shape, color, texture), u in zip(cells, _looks(rng, style, count), chances, strict=True):
+        size, radius = _size(style, u[0])
+        texture = texture if shows(shape, size, radius, texture) else "plain"
+        x, y = place(style, cell, radius, u[1], u[2])
+        objects.append(Object(shape, color, x, y, radius, size, texture, _rotation(style, shape, u[3], u[4])))
     scene = Scene(style.width, style.height, tuple(objects), grid=style.cells, vocabulary=style.vocabulary)
     return _overlap(rng, scene) if style.overlap and rng.random() < style.overlap else scene
 

@@ -29,13 +29,12 @@ def _rows(scene: Scene) -> list[Row]:
     rows = []
     for order, item in enumerate(scene.objects):
         turn = ((item.rotation + 45) // 90) % 4
-        rows.append(
-            {
-                "order": order, "form": item.shape, "hue": item.color, "size": item.size, "fill": item.texture,
-                "x": (item.x + 0.5) / scene.width, "y": (item.y + 0.5) / scene.height, "radius": item.radius,
-                "shade": item.shade, "heading": ("up", "right", "down", "left")[turn] if item.shape == "arrow" else "",
-            }  # fmt: skip
-        )
+        row: Row = {
+            "order": order, "form": item.shape, "hue": item.color, "size": item.size, "fill": item.texture,
+            "x": (item.x + 0.5) / scene.width, "y": (item.y + 0.5) / scene.height, "radius": item.radius,
+            "shade": item.shade, "heading": ("up", "right", "down", "left")[turn] if item.shape == "arrow" else "",
+        }  # fmt: skip
+        rows.append(row)
     return rows
 
 

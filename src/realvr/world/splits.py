@@ -43,7 +43,7 @@ class Split:
 
 
 SPLITS: dict[str, Split] = {
-    "curriculum": Split(0, range(0, 6), "jsonl", 20_000, (48, 48), "easy scenes, no withheld words in questions"),
+    "curriculum": Split(0, range(6), "jsonl", 20_000, (48, 48), "easy scenes, no withheld words in questions"),
     "curriculum-test": Split(1, range(6, 8), "jsonl", 2_000, (48, 48), "easy scenes, any words (tag `withheld`)"),
     "dialogues": Split(2, range(8, 10), "lvr", 5_000, (48, 48), "two-turn conversations about one picture"),
     "train-boxes": Split(3, range(10, 14), "visual-cot", 10_000, (128, 128), "training questions with evidence boxes"),
