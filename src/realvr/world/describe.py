@@ -61,16 +61,20 @@ def cell_labels(scene: Scene) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 FOLLOW_UPS = {"color": "And what color is it?", "shape": "And what shape is it?", "position": "And where is it?"}
+ABOUT_ONE = ("color", "shape", "position", "at_color", "at_shape")
+"""Kinds that single out one object, which "it" can then mean."""
 
 
 def dialogue(
     scene: Scene, rng: np.random.Generator, kinds: tuple[str, ...], *, count: int = 4, withheld: Withheld = "any"
 ) -> tuple[Question, Question] | None:
     """Two questions about one scene. Half the time the second says "it" and means the object of the first."""
-    first = ask(scene, pick(rng, kinds), rng, count=count, withheld=withheld)
+    about_one = tuple(kind for kind in kinds if kind in ABOUT_ONE)
+    follows = bool(about_one) and rng.random() < 0.5
+    first = ask(scene, pick(rng, about_one if follows else kinds), rng, count=count, withheld=withheld)
     if first is None:
         return None
-    if rng.random() < 0.5:
+    if follows:
         second = _follow_up(scene, first, rng, count)
     else:
         second = ask(scene, pick(rng, kinds), rng, count=count, withheld=withheld)
@@ -79,8 +83,6 @@ def dialogue(
 
 def _follow_up(scene: Scene, first: Question, rng: np.random.Generator, count: int) -> Question | None:
     """What else there is to ask about the one object the first question was about."""
-    if len(first.evidence) != 1 or first.kind not in ("color", "shape", "position", "at_color", "at_shape"):
-        return None
     item = scene.objects[first.evidence[0]]
     known = {first.kind.removeprefix("at_")} | {"position" for _ in first.query.place[:1]}
     known |= {name for name in ("color", "shape") if getattr(first.query.a, name)}

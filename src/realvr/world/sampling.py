@@ -159,20 +159,30 @@ def place(style: Style, cell: int, radius: float, u: float, v: float) -> tuple[i
 
 
 def _overlap(rng: np.random.Generator, scene: Scene) -> Scene:
-    """Push two neighbours of different color together until one clearly hides part of the other."""
-    cells = {scene.cell(item): k for k, item in enumerate(scene.objects) if item.shape in SOLID}
+    """Push two neighbours of different color, made solid, together until one clearly hides part of the other."""
+    cells = {scene.cell(item): k for k, item in enumerate(scene.objects)}
     pairs = [(k, cells[n]) for (c, r), k in cells.items() for n in ((c + 1, r), (c, r + 1)) if n in cells]
     pairs = [(i, j) for i, j in pairs if scene.objects[i].color != scene.objects[j].color]
     if not pairs:
         return scene
     i, j = pick(rng, pairs)
-    a, b = scene.objects[i], scene.objects[j]
+    a, b = _solid(rng, scene.objects[i]), _solid(rng, scene.objects[j])
     distance = math.hypot(b.x - a.x, b.y - a.y)
     # The inscribed circles of the solid shapes have at least 0.82 of the radius: at 0.62 they overlap by a fifth.
     wanted = 0.62 * (a.radius + b.radius)
     pull = (distance - wanted) / 2 / distance
     dx, dy = round((b.x - a.x) * pull), round((b.y - a.y) * pull)
-    return scene.edit(i, x=a.x + dx, y=a.y + dy).edit(j, x=b.x - dx, y=b.y - dy)
+    objects = list(scene.objects)
+    objects[i], objects[j] = replace(a, x=a.x + dx, y=a.y + dy), replace(b, x=b.x - dx, y=b.y - dy)
+    return replace(scene, objects=tuple(objects))
+
+
+def _solid(rng: np.random.Generator, item: Object) -> Object:
+    if item.shape in SOLID:
+        return item
+    shape = pick(rng, SOLID)
+    texture = item.texture if shows(shape, item.size, item.radius, item.texture) else "plain"
+    return replace(item, shape=shape, texture=texture, rotation=0)
 
 
 def _sample(rng: np.random.Generator, style: Style) -> Scene:
