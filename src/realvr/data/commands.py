@@ -132,7 +132,9 @@ def _result(files: list[dict[str, Any]], report: Report, statistics: Statistics)
 
 def _print_check(result: dict[str, Any]) -> None:
     console = Console(highlight=False)
-    table = Table("input", "format", "rows", "ok", "dropped", title=None)
+    table = Table()
+    for name in ("input", "format", "rows", "ok", "dropped"):
+        table.add_column(name, overflow="fold", justify="left" if name in ("input", "format") else "right")
     for entry in result["files"]:
         lost = sum(entry["dropped"].values())
         table.add_row(

@@ -70,13 +70,18 @@ def detect(path: Path) -> Format:
 def _detect_folder(path: Path) -> Format:
     if (path / mmvp.QUESTIONS).exists():
         return FORMATS["mmvp"]
-    first = next(iter(sorted(path.rglob("*.parquet"))), None)
+    first = next(iter(_parquet_files(path)), None)
     if first is None:
         raise FileError(
             reasons.NOT_A_FILE,
             f"{path}: is a folder without {mmvp.QUESTIONS} (MMVP) or parquet files; name the data file inside it",
         )
     return _by_columns(first, parquet.columns(first))
+
+
+def _parquet_files(path: Path) -> list[Path]:
+    """Parquet files of a folder and two levels below: deep enough for every published tree, safe on a home folder."""
+    return sorted(file for pattern in ("*", "*/*", "*/*/*") for file in path.glob(f"{pattern}.parquet"))
 
 
 def _by_columns(path: Path, found: list[str]) -> Format:
@@ -132,7 +137,7 @@ def files_of(path: Path, fmt: Format, options: ReadOptions) -> list[Path]:
         return [path]
     if not fmt.folders:
         raise FileError(reasons.NOT_A_FILE, f"{path}: is a folder; {fmt.title} is expected as a file")
-    found = sorted(path.rglob("*.parquet"))
+    found = _parquet_files(path)
     if fmt.name == "blink":
         found = [file for file in found if file.name.startswith(f"{options.split}-")] or found
     if not found:

@@ -8,13 +8,16 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from realvr.data import reasons
 from realvr.data.readers.base import Row
 from realvr.data.reasons import BadRow, FileError
 
 CHUNK = 1 << 20
+JOINED_LINES = 1000
+JOINED_BYTES = 64 << 20
+"""How far an open quote in a table is followed for its end."""
 _STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}"]', re.DOTALL)
 _SPACE = re.compile(r"[ \t\n\r]*")
 
@@ -173,7 +176,10 @@ def _array_rows(path: Path) -> Iterator[Row]:
             if not mark:
                 yield Row(number, error=BadRow(reasons.ROW_TRUNCATED, "the file ends inside its list"), progress=1.0)
                 return
-            yield _next_element(window, number, progress)
+            row = _next_element(window, number, progress)
+            yield row
+            if row.error is not None and row.error.reason == reasons.ROW_TRUNCATED:
+                return  # the file ended inside this element
 
 
 def table_header(path: Path) -> list[str]:
@@ -187,12 +193,17 @@ def table_header(path: Path) -> list[str]:
         raise FileError(reasons.FORMAT_UNKNOWN, f"{path}: the header is not UTF-8; save the file as UTF-8") from None
 
 
-def split_fields(line: bytes) -> tuple[list[tuple[int, int]], bool]:
-    """(begin, end) of the tab-separated fields of a row, quotes excluded, and whether every quoted field closes.
+Spans = list[tuple[int, int]]
 
-    Offsets instead of text: a field may hold tens of MB of base64 that nobody wants to copy.
+
+def split_fields(line: bytes) -> tuple[Spans, Literal["whole", "open", "stray"]]:
+    """(begin, end) of the tab-separated fields of a row, quotes excluded, and whether its quotes make sense.
+
+    ``open``: a quoted field does not close, so it may go on in the next line. ``stray``: text follows a closing quote,
+    so the quotes are part of the text. Offsets instead of text: a field may hold tens of MB of base64 that nobody
+    wants to copy.
     """
-    fields: list[tuple[int, int]] = []
+    fields: Spans = []
     at, length = 0, len(line)
     while True:
         if line[at : at + 1] == b'"':
@@ -200,7 +211,9 @@ def split_fields(line: bytes) -> tuple[list[tuple[int, int]], bool]:
             while close != -1 and line[close + 1 : close + 2] == b'"':
                 close = line.find(b'"', close + 2)
             if close == -1:
-                return fields, False
+                return fields, "open"
+            if line[close + 1 : close + 2] not in (b"", b"\t"):
+                return fields, "stray"
             fields.append((at + 1, close))
             at = line.find(b"\t", close)
         else:
@@ -208,8 +221,18 @@ def split_fields(line: bytes) -> tuple[list[tuple[int, int]], bool]:
             fields.append((at, length if end == -1 else end))
             at = end
         if at == -1:
-            return fields, True
+            return fields, "whole"
         at += 1
+
+
+def _literal_fields(line: bytes) -> Spans:
+    """Fields of one line with quotes taken as text."""
+    fields: Spans = []
+    at = 0
+    for part in line.split(b"\t"):
+        fields.append((at, at + len(part)))
+        at += len(part) + 1
+    return fields
 
 
 class TableRow(dict[str, str]):
@@ -218,23 +241,29 @@ class TableRow(dict[str, str]):
     image_at: tuple[int, int] = (0, 0)
 
 
-def _record(source: BinaryIO, columns: int) -> tuple[bytes, bool]:
-    """The next record, which may span lines where a quoted field holds line breaks, and whether it is complete."""
+def _record(source: BinaryIO, columns: int) -> tuple[bytes, Spans]:
+    """The next record and its fields. A quoted field may hold line breaks.
+
+    Where joining lines does not lead to a row of the right width, the quote was damage or plain text: the first line
+    then stands alone, so that it costs no row after it. The search is bounded: lines may be tens of MB long.
+    """
     line = source.readline()
-    fields, closed = split_fields(line.rstrip(b"\r\n"))
-    while not closed:
-        mark = source.tell()
+    fields, quotes = split_fields(line.rstrip(b"\r\n"))
+    if quotes == "whole":
+        return line, fields
+    mark = source.tell()
+    joined, lines = line, 1
+    while quotes == "open" and lines < JOINED_LINES and len(joined) < JOINED_BYTES:
         following = source.readline()
         if not following:
-            return line, False
-        alone, fine = split_fields(following.rstrip(b"\r\n"))
-        if fine and len(alone) == columns:
-            # The next line is a whole row by itself, so the open quote is damage, not a line break in a field.
-            source.seek(mark)
-            return line, False
-        line += following
-        fields, closed = split_fields(line.rstrip(b"\r\n"))
-    return line, True
+            break
+        joined, lines = joined + following, lines + 1
+        if b'"' in following:
+            fields, quotes = split_fields(joined.rstrip(b"\r\n"))
+    if quotes == "whole" and len(fields) == columns:
+        return joined, fields
+    source.seek(mark)
+    return line, _literal_fields(line.rstrip(b"\r\n"))
 
 
 def table_rows(path: Path, image_column: str) -> Iterator[Row]:
@@ -245,23 +274,18 @@ def table_rows(path: Path, image_column: str) -> Iterator[Row]:
     with open_file(path) as source:
         source.readline()
         while (begin := source.tell()) < size:
-            line, complete = _record(source, len(header))
-            body = line.rstrip(b"\r\n")
-            if not body:
-                continue
-            number += 1
-            yield _table_row(body, complete, header, image_column, number, begin, source.tell() / size)
+            line, fields = _record(source, len(header))
+            if line.strip(b"\r\n"):
+                number += 1
+                yield _table_row(line, fields, header, image_column, number, begin, source.tell() / size)
 
 
 def _table_row(
-    body: bytes, complete: bool, header: list[str], image_column: str, number: int, begin: int, progress: float
+    line: bytes, fields: Spans, header: list[str], image_column: str, number: int, begin: int, progress: float
 ) -> Row:
-    fields, _ = split_fields(body)
-    if not complete or len(fields) < len(header):
-        error = BadRow(reasons.ROW_TRUNCATED, f"{len(fields)} columns of {len(header)}")
-        return Row(number, error=error, progress=progress)
-    if len(fields) > len(header):
-        error = BadRow(reasons.ROW_MALFORMED, f"{len(fields)} columns, the header has {len(header)}")
+    if len(fields) != len(header):
+        reason = reasons.ROW_TRUNCATED if len(fields) < len(header) else reasons.ROW_MALFORMED
+        error = BadRow(reason, f"{len(fields)} columns, the header has {len(header)}")
         return Row(number, error=error, progress=progress)
     row = TableRow()
     try:
@@ -269,9 +293,11 @@ def _table_row(
             if name == image_column:
                 row.image_at = (begin + first, last - first)
                 # Short values are references to another row's image; the rest stays in the file.
-                row[name] = body[first:last].decode("ascii", "replace") if last - first <= 64 else ""
+                row[name] = line[first:last].decode("ascii", "replace") if last - first <= 64 else ""
             else:
-                row[name] = body[first:last].decode("utf-8").replace('""', '"')
+                quoted = line[first - 1 : first] == b'"'
+                text = line[first:last].decode("utf-8")
+                row[name] = text.replace('""', '"') if quoted else text
     except UnicodeDecodeError as error:
         return Row(number, error=BadRow(reasons.NOT_UTF8, f"column {name!r}: {error.reason}"), progress=progress)
     return Row(number, row, progress=progress)

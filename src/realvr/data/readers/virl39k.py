@@ -48,11 +48,8 @@ def parse(row: dict[str, Any], ctx: Context) -> Sample:
     question, choices = split_options(untagged(question_of(row, "question"), len(images), ctx), answer)
     if not question:
         raise BadRow(reasons.QUESTION_EMPTY, "nothing but image marks")
-    rates = {
-        key: row[key]
-        for key in ("PassRate_32BTrained", "PassRate_7BBase")
-        if isinstance(row.get(key), float | int) and math.isfinite(row[key])
-    }
+    rates = {key: row.get(key) for key in ("PassRate_32BTrained", "PassRate_7BBase")}
+    known = {key: rate for key, rate in rates.items() if isinstance(rate, float | int) and math.isfinite(rate)}
     return Sample.ask(
         text_of(row, "qid"),
         images,
@@ -62,7 +59,7 @@ def parse(row: dict[str, Any], ctx: Context) -> Sample:
         category=str(row.get("category") or ""),
         tags={"source": str(row["source"])} if row.get("source") else {},
         source=ctx.source,
-        meta=rates,
+        meta=known,
     )
 
 
