@@ -156,7 +156,7 @@ def _tiny(
         sides = [min(x1 - x0, y1 - y0) for x0, y0, x1, y1 in asked.boxes(scene)]
         if (min(sides) >= patch) == visible:
             return scene, asked
-    raise RuntimeError("no huge scene serves")
+    raise UserError(f"{style.name} scenes of {style.width}x{style.height} answer none of {', '.join(kinds)}")
 
 
 MME_KINDS: tuple[str, ...] = ("color", "shape", "texture", "count", "position")
@@ -176,7 +176,7 @@ def mme_item(rng: np.random.Generator, index: int, style: Style, buckets: Contai
         if question is not None:
             break
     else:
-        raise RuntimeError(f"no cluttered scene answers {kind!r}")
+        raise UserError(f"{style.name} scenes of {style.width}x{style.height} answer no question of kind {kind!r}")
     number = str(index)
     item = single(
         number, scene, question, f"{index}.png", task="Reasoning" if kind == "count" else "Perception", category=kind,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from realvr.errors import UserError
 from realvr.world.proposals import values
 from realvr.world.queries import overlap
 from realvr.world.questions import MAX_TRIES, Question, ask, options
@@ -177,7 +178,7 @@ def sample_pair(
         pair = question and edit_pair(rng, scene, question, edit, changed=changed, buckets=buckets)
         if question and pair:
             return _with_options(rng, pair, count)
-    raise RuntimeError(f"no {style.name} scene serves {edit} with a question of kind {kind!r}")
+    raise UserError(f"{style.name} scenes allow no {edit} with a question of kind {kind!r}")
 
 
 def _with_options(rng: np.random.Generator, pair: Pair, count: int) -> Pair:

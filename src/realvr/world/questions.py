@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from realvr.errors import UserError
 from realvr.world.phrasing import phrase
 from realvr.world.proposals import PROPOSERS, values
 from realvr.world.queries import SAME, SIDES, Query, evaluate
@@ -128,4 +129,4 @@ def sample_question(
         question = ask(scene, kind, rng, u, count=count, withheld=withheld)
         if question is not None:
             return scene, question
-    raise RuntimeError(f"no {style.name} scene answers a question of kind {kind!r} ({withheld} withheld words)")
+    raise UserError(f"{style.name} scenes answer no question of kind {kind!r} (withheld words: {withheld})")
