@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from realvr.errors import UserError
-from realvr.world.scene import BUCKETS, Background, Object, Scene
+from realvr.world.scene import BUCKETS, Background, Object, Scene, bucket_of
 from realvr.world.words import COLORS, EASY_COLORS, EASY_SHAPES, RARE_COLORS, RARE_SHAPES, SHAPES
 
 ANY_BUCKET = range(BUCKETS)
@@ -98,22 +98,30 @@ def sample_background(rng: np.random.Generator, style: Style) -> Background:
     return Background(kind, base, accent, int(rng.integers(2**31)))  # type: ignore[arg-type]
 
 
-def _looks(rng: np.random.Generator, style: Style, count: int) -> list[tuple[str, str, str]]:
-    """Shape, color and texture wish of each object."""
+def _colors(rng: np.random.Generator, style: Style, count: int) -> list[str]:
     if style.vocabulary == "easy":
-        distinct = count <= len(EASY_SHAPES)
-        shapes = rng.permutation(len(EASY_SHAPES))[:count] if distinct else rng.integers(len(EASY_SHAPES), size=count)
-        colors = rng.permutation(len(EASY_COLORS))[:count] if distinct else rng.integers(len(EASY_COLORS), size=count)
-        return [(EASY_SHAPES[s], EASY_COLORS[c], "plain") for s, c in zip(shapes, colors, strict=True)]
-    some_colors = rng.permutation(len(COMMON_COLORS))[: style.palette]
-    some_shapes = rng.permutation(len(COMMON_SHAPES))[: style.palette - 1]
+        easy_colors = len(EASY_COLORS)
+        order = rng.permutation(easy_colors)[:count] if count <= easy_colors else rng.integers(easy_colors, size=count)
+        return [EASY_COLORS[k] for k in order.tolist()]
+    common = rng.permutation(len(COMMON_COLORS))[: style.palette].tolist()
+    return [
+        RARE_COLORS[int(v * len(RARE_COLORS))] if u < 0.1 else COMMON_COLORS[common[int(v * style.palette)]]
+        for u, v in rng.random((count, 2)).tolist()
+    ]
+
+
+def _shapes(rng: np.random.Generator, style: Style, count: int) -> list[tuple[str, str]]:
+    """Shape and texture wish of each object."""
+    if style.vocabulary == "easy":
+        easy_shapes = len(EASY_SHAPES)
+        order = rng.permutation(easy_shapes)[:count] if count <= easy_shapes else rng.integers(easy_shapes, size=count)
+        return [(EASY_SHAPES[k], "plain") for k in order.tolist()]
+    kinds = style.palette - 1
+    common = rng.permutation(len(COMMON_SHAPES))[:kinds].tolist()
     looks = []
-    for a, b, c, d, e in rng.random((count, 5)).tolist():
-        rare_color, rare_shape = a < 0.1, b < 0.2
-        color = RARE_COLORS[int(c * len(RARE_COLORS))] if rare_color else COMMON_COLORS[some_colors[int(c * style.palette)]]
-        shape = RARE_SHAPES[int(d * 3)] if rare_shape else COMMON_SHAPES[some_shapes[int(d * (style.palette - 1))]]
-        texture = "plain" if e < 0.58 else "striped" if e < 0.78 else "dotted" if e < 0.94 else "checkered"
-        looks.append((shape, color, texture))
+    for u, v, w in rng.random((count, 3)).tolist():
+        shape = RARE_SHAPES[int(v * len(RARE_SHAPES))] if u < 0.2 else COMMON_SHAPES[common[int(v * kinds)]]
+        looks.append((shape, "plain" if w < 0.58 else "striped" if w < 0.78 else "dotted" if w < 0.94 else "checkered"))
     return looks
 
 
@@ -185,24 +193,34 @@ def _solid(rng: np.random.Generator, item: Object) -> Object:
     return replace(item, shape=shape, texture=texture, rotation=0)
 
 
-def _sample(rng: np.random.Generator, style: Style) -> Scene:
+def _arrange(rng: np.random.Generator, style: Style, buckets: Container[int]) -> tuple[list[int], list[str]]:
+    """Cells and colors of the objects, which decide the bucket: cheap to draw again until it is one of ``buckets``."""
     columns, rows = style.cells
-    count = int(rng.integers(style.objects[0], style.objects[1] + 1))
-    cells = rng.permutation(columns * rows)[:count].tolist()
-    chances = rng.random((count, 5)).tolist()
-    objects = []
-    for cell, (shape, color, texture), u in zip(cells, _looks(rng, style, count), chances, strict=True):
-        size, radius = _size(style, u[0])
-        texture = texture if shows(shape, size, radius, texture) else "plain"
-        x, y = place(style, cell, radius, u[1], u[2])
-        objects.append(Object(shape, color, x, y, radius, size, texture, _rotation(style, shape, u[3], u[4])))
-    scene = Scene(style.width, style.height, tuple(objects), grid=style.cells, vocabulary=style.vocabulary)
-    return _overlap(rng, scene) if style.overlap and rng.random() < style.overlap else scene
+    while True:
+        count = int(rng.integers(style.objects[0], style.objects[1] + 1))
+        cells: list[int] = rng.permutation(columns * rows)[:count].tolist()
+        colors = _colors(rng, style, count)
+        places = ((cell % columns, cell // columns, color) for cell, color in zip(cells, colors, strict=True))
+        if buckets is ANY_BUCKET or bucket_of(places) in buckets:
+            return cells, colors
 
 
 def sample_scene(rng: np.random.Generator, style: Style, buckets: Container[int] = ANY_BUCKET) -> Scene:
-    """A random scene whose layout falls into one of ``buckets``."""
+    """A random scene that falls into one of ``buckets``."""
     while True:
-        scene = _sample(rng, style)
+        cells, colors = _arrange(rng, style, buckets)
+        chances = rng.random((len(cells), 5)).tolist()
+        objects = []
+        for cell, color, (shape, texture), u in zip(cells, colors, _shapes(rng, style, len(cells)), chances, strict=True):
+            size, radius = _size(style, u[0])
+            texture = texture if shows(shape, size, radius, texture) else "plain"
+            x, y = place(style, cell, radius, u[1], u[2])
+            objects.append(Object(shape, color, x, y, radius, size, texture, _rotation(style, shape, u[3], u[4])))
+        scene = Scene(
+            style.width, style.height, tuple(objects), sample_background(rng, style), style.cells, (), style.vocabulary
+        )
+        if style.overlap and rng.random() < style.overlap:
+            scene = _overlap(rng, scene)
+        # Objects that were pushed together may have left their cells.
         if buckets is ANY_BUCKET or scene.bucket() in buckets:
-            return replace(scene, background=sample_background(rng, style))
+            return scene

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import zlib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,6 +18,14 @@ PixelBox = tuple[int, int, int, int]
 
 BUCKETS = 32
 """Scenes fall into this many buckets by layout; splits own disjoint buckets (see `realvr.world.splits`)."""
+
+
+def bucket_of(places: Iterable[tuple[int, int, str]]) -> int:
+    """Bucket of a scene from the (column, row, color) of its objects.
+
+    Only these, so that the sampler can reject a scene before building it; scenes of equal layout share them all.
+    """
+    return zlib.crc32(repr(sorted(places)).encode()) % BUCKETS
 
 
 @dataclass(frozen=True)
@@ -126,8 +136,8 @@ class Scene:
         return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
     def bucket(self) -> int:
-        """Which of the `BUCKETS` this layout falls into."""
-        return int(self.layout_key()[:8], 16) % BUCKETS
+        """Which of the `BUCKETS` this scene falls into."""
+        return bucket_of((*self.cell(item), item.color) for item in self.objects)
 
     def key(self) -> str:
         """Hash of the whole description: equal scenes draw equal pixels."""
