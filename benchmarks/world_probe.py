@@ -1,0 +1,229 @@
+"""Can a small network learn the world? A probe of about two million parameters, trained from nothing.
+
+    PYTHONPATH=src python benchmarks/world_probe.py --device cuda --minutes 3
+    PYTHONPATH=src python benchmarks/world_probe.py --quick          # a minute on two cores: does anything move?
+
+It answers three questions: the easy curriculum can be learned (seen words), withheld words leave headroom there, and the
+full world leaves headroom at the same size and budget. The network sees the picture and the question and scores the
+options by their words; cell labels (color and shape of each layout cell) are the dense supervision without which answer
+letters alone teach it nothing. Prints a table last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import re
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from realvr.world.describe import cell_labels
+from realvr.world.phrasing import PHRASINGS
+from realvr.world.queries import SAME
+from realvr.world.splits import Recipe, build
+from realvr.world.words import COLORS, DIRECTIONS, REGIONS, SHAPES, SIZES, TEXTURES, plural
+
+WORDS = sorted(
+    set(
+        re.findall(
+            r"[a-z0-9]+",
+            " ".join(
+                [*(w for forms in PHRASINGS.values() for w in forms), *COLORS, *SHAPES, *map(plural, SHAPES), *TEXTURES, *SIZES,
+                 *DIRECTIONS, *REGIONS, SAME, "object objects an of the to yes no 0 1 2 3 4 5 6 7 8"]
+            ).lower(),
+        )
+    )
+)  # fmt: skip
+IDS = {word: k + 1 for k, word in enumerate(WORDS)}
+LONGEST, OPTION = 28, 6
+
+
+def encode(text: str, length: int) -> list[int]:
+    """Word ids, padded with 0."""
+    ids = [IDS[word] for word in re.findall(r"[a-z0-9]+", text.lower())][:length]
+    return ids + [0] * (length - len(ids))
+
+
+@dataclass
+class Data:
+    """Tensors of N examples: images (N, 3, H, W) uint8, words (N, T), options (N, 4, O), answers, cell labels."""
+
+    images: Tensor
+    words: Tensor
+    options: Tensor
+    answer: Tensor
+    colors: Tensor
+    shapes: Tensor
+    kinds: list[str]
+    withheld: Tensor
+
+
+def _row(job: tuple[Recipe, int]) -> tuple:  # type: ignore[type-arg]
+    recipe, number = job
+    (item,) = build(recipe, ("", number))
+    scene = item.views[0].scene
+    shown = [encode(choice, OPTION) for choice in item.choices] + [[0] * OPTION] * (4 - len(item.choices))
+    answer = item.choices.index(item.answer) if item.choices else 0
+    labels = cell_labels(scene)
+    held = item.tags["withheld"] == "yes"
+    picture = item.views[0].pixels().transpose(2, 0, 1)
+    return picture, encode(item.text, LONGEST), shown, answer, labels[0].ravel(), labels[1].ravel(), item.kind, held
+
+
+def load(recipe: Recipe, count: int, workers: int) -> Data:
+    """Build ``count`` examples; those with free answers are asked again elsewhere, so they are skipped."""
+    jobs = [(recipe, k) for k in range(count)]
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        rows = [row for row in pool.imap(_row, jobs, chunksize=64) if any(any(option) for option in row[2])]
+    columns = list(zip(*rows, strict=True))
+    tensors = [torch.from_numpy(np.asarray(column)) for column in columns[:6]]
+    return Data(*tensors, list(columns[6]), torch.tensor(columns[7]))
+
+
+class Probe(nn.Module):
+    """Convolutional patches and question words in one transformer; options are scored by their words."""
+
+    def __init__(self, side: int, cells: int, width: int = 160, depth: int = 5) -> None:
+        super().__init__()
+        self.cells = cells
+        layers: list[nn.Module] = []
+        for a, b in ((3, 48), (48, 96), (96, width)):
+            layers += [nn.Conv2d(a, b, 3, 2, 1), nn.GroupNorm(8, b), nn.GELU()]
+        self.stem = nn.Sequential(*layers)
+        self.grid = side // 8
+        self.place = nn.Parameter(torch.randn(self.grid**2, width) * 0.02)
+        self.words = nn.Embedding(len(IDS) + 1, width, padding_idx=0)
+        self.order = nn.Parameter(torch.randn(LONGEST + 1, width) * 0.02)
+        self.read = nn.Parameter(torch.randn(1, 1, width) * 0.02)
+        layer = nn.TransformerEncoderLayer(width, width // 32, width * 4, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.body = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.norm = nn.LayerNorm(width)
+        self.answers = nn.Embedding(len(IDS) + 1, width, padding_idx=0)
+        self.color, self.shape = nn.Linear(width, len(COLORS) + 1), nn.Linear(width, len(SHAPES) + 1)
+
+    def forward(self, images: Tensor, words: Tensor, options: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Option scores (B, 4) and cell logits (B, cells^2, colors + 1), (B, cells^2, shapes + 1)."""
+        seen = self.stem(images.float() / 127.5 - 1).flatten(2).transpose(1, 2) + self.place
+        asked = torch.cat([self.read.expand(len(words), -1, -1), self.words(words)], 1) + self.order
+        padding = torch.cat([torch.zeros_like(words[:, :1], dtype=torch.bool), words == 0], 1)
+        ignored = torch.cat([padding, torch.zeros(seen.shape[:2], dtype=torch.bool, device=seen.device)], 1)
+        out = self.norm(self.body(torch.cat([asked, seen], 1), src_key_padding_mask=ignored))
+        meant = self.answers(options).sum(2) / (options > 0).sum(2, keepdim=True).clamp(min=1)
+        score = (meant @ out[:, 0, :, None]).squeeze(-1).masked_fill((options > 0).sum(2) == 0, -1e4)
+        tokens = out[:, asked.shape[1] :].transpose(1, 2).unflatten(2, (self.grid, self.grid))
+        pooled = F.adaptive_avg_pool2d(tokens.float(), self.cells).flatten(2).transpose(1, 2)
+        return score.float(), self.color(pooled), self.shape(pooled)
+
+
+def train(data: Data, side: int, cells: int, options: argparse.Namespace) -> tuple[Probe, int]:
+    """Train for the given time; the learning rate follows the clock. Returns the network and the number of steps."""
+    torch.manual_seed(options.seed)
+    device = torch.device(options.device)
+    probe = Probe(side, cells, options.width, options.depth).to(device)
+    columns = [data.images, data.words, data.options, data.answer, data.colors, data.shapes]
+    columns = [column.to(device) for column in columns]
+    optimizer = torch.optim.AdamW(probe.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.05)
+    start, steps, limit = time.perf_counter(), 0, options.minutes * 60
+    while (spent := (time.perf_counter() - start) / limit) < 1:
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * min(1.0, (steps + 1) / 200) * 0.5 * (1 + math.cos(math.pi * spent))
+        chosen = torch.randint(len(data.kinds), (options.batch,), device=device)
+        images, words, shown, answer, colors, shapes = (column[chosen] for column in columns)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            score, color, shape = probe(images, words, shown)
+        dense = F.cross_entropy(color.flatten(0, 1), colors.flatten()) + F.cross_entropy(shape.flatten(0, 1), shapes.flatten())
+        loss = F.cross_entropy(score, answer) + 0.5 * dense
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(probe.parameters(), 1.0)
+        optimizer.step()
+        steps += 1
+        if steps % 250 == 0:
+            print(f"  step {steps}: loss {loss.item():.3f}, dense {dense.item():.3f}", flush=True)
+    return probe, steps
+
+
+@torch.no_grad()
+def evaluate(probe: Probe, data: Data, device: str) -> tuple[Tensor, float]:
+    """Right or wrong for each example, and the share of cells whose color and shape are both right."""
+    probe.eval()
+    right, cells = [], []
+    for k in range(0, len(data.kinds), 256):
+        part = slice(k, k + 256)
+        score, color, shape = probe(data.images[part].to(device), data.words[part].to(device), data.options[part].to(device))
+        right.append((score.argmax(1).cpu() == data.answer[part]))
+        both = (color.argmax(-1).cpu() == data.colors[part]) & (shape.argmax(-1).cpu() == data.shapes[part])
+        cells.append(both[data.colors[part] > 0].float())
+    probe.train()
+    return torch.cat(right), float(torch.cat(cells).mean())
+
+
+def by_kind(right: Tensor, data: Data) -> str:
+    """Accuracy of each kind of question, worst first."""
+    groups: dict[str, list[float]] = defaultdict(list)
+    for kind, good in zip(data.kinds, right.tolist(), strict=True):
+        groups[kind].append(float(good))
+    means = sorted((sum(values) / len(values), kind) for kind, values in groups.items())
+    return ", ".join(f"{kind} {100 * mean:.0f}" for mean, kind in means)
+
+
+def chance(data: Data) -> float:
+    """Accuracy of guessing among the options shown."""
+    return float((1 / (data.options.sum(2) > 0).sum(1)).mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--minutes", type=float, default=3.0, help="training time for each of the two worlds")
+    parser.add_argument("--easy", type=int, default=64_000, help="curriculum examples")
+    parser.add_argument("--full", type=int, default=64_000, help="examples of the full world (half have options)")
+    parser.add_argument("--test", type=int, default=2_000)
+    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--width", type=int, default=160, help="a multiple of 32")
+    parser.add_argument("--depth", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=0, help="of torch on the CPU; 0 leaves it alone")
+    parser.add_argument("--quick", action="store_true", help="half a minute with a smaller network, easy scenes only")
+    options = parser.parse_args()
+    if options.quick:
+        options.minutes, options.easy, options.full, options.test, options.batch = 0.5, 3_000, 0, 500, 64
+        options.width, options.depth, options.threads = 64, 2, 1
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    table = Table("world", "tested on", "n", "accuracy %", "guessing %", "objects seen %")
+    notes = []
+    plans = [("easy", "curriculum", "curriculum-test", options.easy, 48, 3)]
+    if options.full:
+        plans.append(("full", "train-boxes", "validation", options.full, 128, 4))
+    for world, train_split, test_split, count, side, cells in plans:
+        start = time.perf_counter()
+        data = load(Recipe(train_split, options.seed), count, options.workers)
+        test = load(Recipe(test_split, options.seed), options.test, options.workers)
+        print(f"{world}: {len(data.kinds):,} examples made in {time.perf_counter() - start:.0f} s", flush=True)
+        probe, steps = train(data, side, cells, options)
+        size = sum(parameter.numel() for parameter in probe.parameters())
+        right, seen = evaluate(probe, test, options.device)
+        groups = [("seen words", ~test.withheld), ("withheld words", test.withheld)] if world == "easy" else [("all", test.withheld | True)]
+        for name, which in groups:
+            score = 100 * float(right[which].float().mean())
+            table.add_row(world, f"{test_split}, {name}", str(int(which.sum())), f"{score:.1f}", f"{100 * chance(test):.0f}", f"{100 * seen:.1f}")
+        notes.append(f"{world}: {size / 1e6:.2f}M parameters, {steps:,} steps of {options.batch}; by kind: {by_kind(right, test)}")
+    console = Console()
+    for note in notes:
+        console.print(note)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
