@@ -27,8 +27,9 @@ HEADER = "index\tquestion\tanswer\tcategory\tA\tB\tC\tD\tcycle_category\timage\n
 
 CHECK = """
 import json, resource, sys
+from pathlib import Path
 from realvr.data.commands import check
-code = check([sys.argv[1]], json=True)
+code = check([Path(sys.argv[1])], json=True)
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 print(json.dumps({"exit": code, "peak_mb": round(peak, 1), "torch": "torch" in sys.modules}))
 """
@@ -62,7 +63,7 @@ def main() -> int:
     """Make the file, check it in a fresh process, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=500)
-    parser.add_argument("--folder", type=Path, default=None, help="where the file is written (default: a temporary one)")
+    parser.add_argument("--folder", type=Path, default=None, help="where the file is written")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         path = Path(folder) / "hr_bench_8k.tsv"

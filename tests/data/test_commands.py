@@ -77,9 +77,9 @@ def test_show(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fi
 def test_export_there_and_back(
     layout: str, name: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert export(file, layout, tmp_path / "there" / name) == 0
+    assert export(file, tmp_path / "there" / name, layout) == 0
     assert "wrote 6 rows" in capsys.readouterr().out
-    assert export(tmp_path / "there" / name, "jsonl", tmp_path / "back" / "x.jsonl") == 0
+    assert export(tmp_path / "there" / name, tmp_path / "back" / "x.jsonl", "jsonl") == 0
     rows = [[json.loads(line) for line in path.read_text().splitlines()] for path in (file, tmp_path / "back/x.jsonl")]
     for before, after in zip(*rows, strict=True):
         assert [after[key] for key in ("question", "choices", "answer")] == [
@@ -89,17 +89,17 @@ def test_export_there_and_back(
 
 
 def test_export_errors(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert export(file, "jsonl", file) == 2 and "overwrite" in capsys.readouterr().err
-    assert export(file, "coco", tmp_path / "x") == 2 and "choose one of" in capsys.readouterr().err
-    assert export(file, "lvr", tmp_path) == 2 and "folder" in capsys.readouterr().err
-    assert export(file, "hr-bench", tmp_path / "x.tsv") == 1 and "left out 6" in capsys.readouterr().out
-    assert export(file, "hr-bench", tmp_path / "x.tsv", policy="strict") == 2
+    assert export(file, file, "jsonl") == 2 and "overwrite" in capsys.readouterr().err
+    assert export(file, tmp_path / "x", "coco") == 2 and "choose one of" in capsys.readouterr().err
+    assert export(file, tmp_path, "lvr") == 2 and "folder" in capsys.readouterr().err
+    assert export(file, tmp_path / "x.tsv", "hr-bench") == 1 and "left out 6" in capsys.readouterr().out
+    assert export(file, tmp_path / "x.tsv", "hr-bench", policy="strict") == 2
 
 
 def test_torch_and_pyarrow_stay_unimported(file: Path) -> None:
     code = (
-        "import sys; from realvr.data.commands import check, show; "
-        f"assert check([{str(file)!r}]) == 0; assert show({str(file)!r}, limit=1) == 0; "
+        "import sys; from pathlib import Path; from realvr.data.commands import check, show; "
+        f"assert check([Path({str(file)!r})]) == 0; assert show(Path({str(file)!r}), limit=1) == 0; "
         "print([m for m in ('torch', 'transformers', 'pyarrow') if m in sys.modules])"
     )
     env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")}

@@ -76,7 +76,7 @@ def test_table_equals_the_csv_module(rows: list[list[str]], tmp_path: Path) -> N
 
 def test_a_stray_quote_costs_no_other_row(tmp_path: Path) -> None:
     file = tmp_path / "x.tsv"
-    rows = ['1\t"cut', '2\tfine\ty', '3\t"two\nlines"\tz', '4\t"size" 5\ty', '5\t"never closed\tx', "6\tfine\ty"]
+    rows = ['1\t"cut', "2\tfine\ty", '3\t"two\nlines"\tz', '4\t"size" 5\ty', '5\t"never closed\tx', "6\tfine\ty"]
     file.write_text("\n".join(["index\tquestion\timage", *rows]) + "\n")
     first, *rest = streams.table_rows(file, "image")
     assert first.error is not None and first.error.reason == "row_truncated"

@@ -23,7 +23,6 @@ _HOME = {
     "Prompt": "types",
     "Turn": "types",
 }
-__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

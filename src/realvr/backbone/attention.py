@@ -1,12 +1,13 @@
 """Decoder attention through one registered function: our keys and values, our masks, attention rows on request.
 
-Stock layers call the function that is registered under ``TEXT_ATTENTION``. When a :class:`Pass` travels with the call (a
-plain keyword argument of ``language_model``), the function
+Stock layers call the function that is registered under ``TEXT_ATTENTION``. When a :class:`Pass` travels with the call
+(a plain keyword argument of ``language_model``), the function
 
-* prepends the keys and values of earlier passes, which the decoding state keeps itself. No ``past_key_values`` object is
-  involved, so nothing is dropped silently when HF gradient checkpointing is on: a recomputed layer sees the same tensors;
-* builds the mask from four facts per column: is it real (padding), which segment it belongs to (packed examples, branches of
-  one prompt), which image block (Gemma 3 attends both ways inside an image), and the layer's sliding window;
+* prepends the keys and values of earlier passes, which the decoding state keeps itself. No ``past_key_values`` object
+  is involved, so nothing is dropped silently when HF gradient checkpointing is on: a recomputed layer sees the same
+  tensors;
+* builds the mask from the facts of each column: is it real (padding), which segment it belongs to (packed examples,
+  branches of one prompt), which image block (Gemma 3 attends both ways inside an image), its place (sliding window);
 * hands out attention rows, or the whole matrix inside the graph, without ``output_attentions``.
 
 Without a :class:`Pass` it is stock SDPA, so the same model object still works with stock ``forward`` and ``generate``.
@@ -38,18 +39,24 @@ class Columns:
     """What the mask needs to know of every column of a batch, (B, T) each; None where it does not apply.
 
     ``real`` is False for padding. ``segment`` isolates packed examples and branches: a key of segment -1 (the trunk) is
-    visible to all, any other key only to queries of the same segment. ``block`` numbers the image a column belongs to (-1:
-    none); only families whose image tokens attend to each other in both directions set it.
+    visible to all, any other key only to queries of the same segment. ``block`` numbers the image a column belongs to
+    (-1: none); only families whose image tokens attend to each other in both directions set it. ``place`` is the
+    column's place in its own sequence, on which a sliding window is measured; only families with sliding windows set
+    it (branches of one prompt stand side by side, so the distance between columns is not the distance between tokens).
     """
 
     length: int
     real: Tensor | None = None
     segment: Tensor | None = None
     block: Tensor | None = None
+    place: Tensor | None = None
+
+    def facts(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        return self.real, self.segment, self.block, self.place
 
     def visible(self, queries: int, window: int | None, device: torch.device) -> Tensor | None:
-        """Boolean mask (B or 1, 1, queries, length) for the last ``queries`` columns, or None where plain causal (queries ==
-        length) or unmasked (queries == 1) attention is the same thing."""
+        """Boolean mask (B or 1, 1, queries, length) for the last ``queries`` columns, or None where plain causal
+        (queries == length) or unmasked (queries == 1) attention is the same thing."""
         window = window if window is not None and window < self.length else None
         plain = self.real is None and self.segment is None and window is None
         if plain and (queries == 1 or (queries == self.length and self.block is None)):
@@ -61,7 +68,8 @@ class Columns:
             q_block = self.block[:, -queries:, None]
             mask = mask | ((q_block == self.block[:, None]) & (q_block >= 0))
         if window is not None:
-            mask = mask & (key > query - window)
+            place = key[None] if self.place is None else self.place
+            mask = mask & (place[:, None] > place[:, -queries:, None] - window)
         if self.segment is not None:
             k_segment = self.segment[:, None]
             mask = mask & ((k_segment == -1) | (k_segment == self.segment[:, -queries:, None]))
@@ -75,9 +83,9 @@ class Columns:
 class Probe:
     """Asks a pass for post-softmax attention of some of its queries.
 
-    ``rows`` (B, R) indexes this pass's queries; None means all. ``columns`` selects keys by absolute column: a slice, or a
-    (B, C) index; None means all. ``layers[l]`` is then (B, R, C), the mean over heads, or (B, H, R, C) with ``heads``.
-    Rows are detached unless ``gradient`` is set.
+    ``rows`` (B, R) indexes this pass's queries; None means all. ``columns`` selects keys by absolute column: a slice,
+    or a (B, C) index; None means all. ``layers[l]`` is then (B, R, C), the mean over heads, or (B, H, R, C) with
+    ``heads``. Rows are detached unless ``gradient`` is set.
     """
 
     rows: Tensor | None = None
@@ -98,8 +106,8 @@ class Probe:
 
 @dataclass
 class Matrix:
-    """Asks a pass to compute attention eagerly and to keep every layer's matrix (B, H, Tq, Tk) inside the graph, so that
-    one can differentiate through it (saliency)."""
+    """Asks a pass to compute attention eagerly and to keep every layer's matrix (B, H, Tq, Tk) inside the graph, so
+    that one can differentiate through it (saliency)."""
 
     layers: dict[int, Tensor] = field(default_factory=dict)
 
@@ -132,7 +140,8 @@ class Pass:
         """Keep this pass's keys and values; return them behind the earlier ones.
 
         Without gradients the joined tensors replace the pieces, so that a long decode does not join ever more of them.
-        With gradients the pieces stay apart: the joined copy belongs to this pass alone and a checkpointed layer frees it.
+        With gradients the pieces stay apart: the joined copy belongs to this pass alone and a checkpointed layer
+        frees it.
         """
         own = (key, value)
         pieces = self.past[layer] if self.past else ()
@@ -154,7 +163,8 @@ class Pass:
 
 
 def _weights(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float, causal: bool) -> Tensor:
-    """Post-softmax attention (B, H, R, Tk) of ``query`` (B, H, R, d) on ``key`` (B, H_kv, Tk, d), without repeating keys."""
+    """Post-softmax attention (B, H, R, Tk) of ``query`` (B, H, R, d) on ``key`` (B, H_kv, Tk, d), without repeating
+    keys."""
     batch, heads, rows, width = query.shape
     kv_heads, length = key.shape[1], key.shape[2]
     folded = query.reshape(batch, kv_heads, heads // kv_heads * rows, width)
@@ -192,8 +202,8 @@ def _rows(probe: Probe, query: Tensor, key: Tensor, mask: Tensor | None, scaling
 
 
 def _folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
-    """Masked SDPA for few query rows: the query heads that share a K/V head become rows of one head, so K and V are read
-    once instead of being repeated in memory."""
+    """Masked SDPA for few query rows: the query heads that share a K/V head become rows of one head, so K and V are
+    read once instead of being repeated in memory."""
     batch, heads, rows, width = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
@@ -238,7 +248,7 @@ def attend(
 
 
 def register() -> None:
-    """Make ``TEXT_ATTENTION`` known to transformers. Registering the mask function too matters: without it stock forwards
-    would silently run unmasked."""
+    """Make ``TEXT_ATTENTION`` known to transformers. Registering the mask function too matters: without it stock
+    forwards would silently run unmasked."""
     AttentionInterface.register(TEXT_ATTENTION, attend)
     AttentionMaskInterface.register(TEXT_ATTENTION, sdpa_mask)

@@ -52,7 +52,7 @@ class Backbone:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         tokenizer: Any,
         family: Family,
         processor: ImageProcessor,
@@ -60,7 +60,7 @@ class Backbone:
         latents: int,
         markers_added: bool = False,
     ) -> None:
-        self.model: Any = model
+        self.model = model
         self.tokenizer = tokenizer
         self.family = family
         self.processor = processor
@@ -76,6 +76,7 @@ class Backbone:
         self.mrope = hasattr(self.core, "get_rope_index")
         self.two_way_images = "token_type_ids" in inspect.signature(self.core.forward).parameters
         self.deepstack = "deepstack_visual_embeds" in inspect.signature(self.decoder.forward).parameters
+        self.windowed = "sliding_attention" in (getattr(self.text_config, "layer_types", None) or ())
         self.image_id = int(self.model.config.image_token_id)
         self.eos_ids = _eos_ids(self.model, tokenizer)
         self.prompts = PromptEncoder(tokenizer, family, processor, self.context_length)
@@ -224,7 +225,8 @@ class Backbone:
         deepstack: Sequence[Tensor] = (),
     ) -> Tensor:
         """Hidden states (B, T, D) after the final norm, the ones the LM head reads."""
-        # A four-dimensional mask is passed through untouched by transformers; the attention function uses the Pass's own.
+        # A four-dimensional mask is passed through untouched by transformers; the attention function uses the Pass's
+        # own.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=embeds_BTD.device)
         if self.mrope and positions.ndim == 2:
             positions = positions.expand(3, -1, -1)

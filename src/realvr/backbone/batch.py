@@ -43,7 +43,8 @@ def collate(
     mrope: bool,
     start_B: Tensor | None = None,
 ) -> Batch:
-    """Left-pad ``prompts`` into one batch. ``start_B`` is the first position of each row where the prompts continue a state."""
+    """Left-pad ``prompts`` into one batch. ``start_B`` is the first position of each row where the prompts continue a
+    state."""
     width = max(len(prompt) for prompt in prompts)
     ids_BT = torch.full((len(prompts), width), pad_id, dtype=torch.long)
     real_BT = torch.zeros(len(prompts), width, dtype=torch.bool)

@@ -39,9 +39,7 @@ _QWEN_CONTROL = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|imag
 
 
 def _qwen(name: str, model_type: str) -> Family:
-    return Family(
-        name, model_type, _QWEN_PROCESSOR, "<|image_pad|>", "", "<|image_pad|>", "", True, _QWEN_CONTROL
-    )
+    return Family(name, model_type, _QWEN_PROCESSOR, "<|image_pad|>", "", "<|image_pad|>", "", True, _QWEN_CONTROL)
 
 
 FAMILIES: dict[str, Family] = {

@@ -118,8 +118,8 @@ class ImageProcessor:
     """The family's stock Pillow processor, for one image at a time, with the grid of its visual tokens.
 
     ``min_tokens`` and ``max_tokens`` bound the visual tokens of an image where the family lets the count follow the
-    image size (Qwen). The bound is the stock one: the short side of an image much longer than wide is rounded up to one
-    token, which can exceed ``max_tokens``, and rounding up to ``min_tokens`` can exceed a ``max_tokens`` close to it.
+    image size (Qwen). The bounds are the stock ones and can be missed by its rounding: the short side of an image much
+    longer than wide becomes at least one token, and bounds close to each other may leave no grid between them.
     ``tiles`` lets InternVL cut the image into tiles plus a thumbnail; without it the image is one tile.
     """
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
-from torch import Tensor, nn
+from safetensors import SafetensorError
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils import cached_file
 
@@ -37,20 +41,18 @@ def load(
     """Load a local directory or hub id that ``AutoModelForImageTextToText`` can load.
 
     ``dtype`` defaults to the checkpoint's own; ``device`` to the GPU where there is one. ``latents`` overrides the
-    checkpoint's K. ``min_tokens``/``max_tokens`` bound the visual tokens per image (families with variable grids); ``tiles``
-    cuts large images into tiles (InternVL). Marker tokens are added when the checkpoint has none.
+    checkpoint's K. ``min_tokens``/``max_tokens`` bound the visual tokens per image (families with variable grids);
+    ``tiles`` cuts large images into tiles (InternVL). Marker tokens are added when the checkpoint has none.
     """
     if latents is not None and latents < 0:
         raise UserError(f"latents is {latents}: the number of latent slots cannot be negative")
     source = str(path)
     config, family = read_config(source)
     _check_files(source)
-    device = torch.device(device) if device is not None else _default_device()
+    device, dtype = _device(device), _dtype(dtype)
     tokenizer = _load_tokenizer(source)
-    processor = ImageProcessor.load(
-        source, family, config, min_tokens=min_tokens, max_tokens=max_tokens, tiles=tiles
-    )
-    model = _load_model(source, dtype if dtype is not None else "auto", device)
+    processor = ImageProcessor.load(source, family, config, min_tokens=min_tokens, max_tokens=max_tokens, tiles=tiles)
+    model = _load_model(source, dtype, device)
     markers, added = add_markers(model, tokenizer)
     known = getattr(model.config, CONFIG_KEY, None) or {}
     chosen = latents if latents is not None else int(known.get("latents", DEFAULT_LATENTS))
@@ -62,7 +64,8 @@ def load(
 
 
 def save(backbone: Backbone, directory: str | Path) -> Path:
-    """Write model, tokenizer and image processor as a plain HF directory; marker ids and K go into its ``config.json``."""
+    """Write model, tokenizer and image processor as a plain HF directory; marker ids and K go into its
+    ``config.json``."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     markers = backbone.markers
@@ -78,8 +81,10 @@ def save(backbone: Backbone, directory: str | Path) -> Path:
 
 def read_config(source: str) -> tuple[Any, Family]:
     """The checkpoint's config and its family; a clear error where it is missing or not supported."""
-    if _looks_local(source) and not Path(source).exists():
-        raise UserError(f"{source} does not exist")
+    if not Path(source).exists():
+        if _looks_local(source):
+            raise UserError(f"{source} does not exist")
+        _refuse_unreachable(source)
     if Path(source).is_file():
         raise UserError(f"{source} is a file: give the directory of a checkpoint")
     config_file = Path(source) / "config.json"
@@ -87,7 +92,8 @@ def read_config(source: str) -> tuple[Any, Family]:
         raise UserError(f"{source} has no config.json: it is not a checkpoint directory")
     try:
         if Path(source).is_dir():
-            _refuse_unsupported(source, json.loads(config_file.read_text()).get("model_type"))
+            fields = json.loads(config_file.read_text())
+            _refuse_unsupported(source, fields.get("model_type") if isinstance(fields, dict) else None)
         config = AutoConfig.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{source}: the configuration cannot be read ({_first_line(error)})") from error
@@ -140,19 +146,24 @@ def _load_tokenizer(source: str) -> Any:
 
 
 def _load_model(source: str, dtype: torch.dtype | str, device: torch.device) -> Any:
-    chosen = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     try:
-        model = AutoModelForImageTextToText.from_pretrained(source, dtype=chosen, use_safetensors=True)
-    except (OSError, ValueError, RuntimeError) as error:
+        loaded: Any = AutoModelForImageTextToText.from_pretrained(
+            source, dtype=dtype, use_safetensors=True, output_loading_info=True
+        )
+        model, found = loaded
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"{source}: the model cannot be loaded ({_first_line(error)})") from error
+    if found["missing_keys"]:  # transformers would fill them with random numbers and only warn
+        names = sorted(found["missing_keys"])
+        raise UserError(f"{source}: the weights lack {len(names)} tensors of the model, among them {names[0]}")
     return model.to(device)
 
 
 def add_markers(model: Any, tokenizer: Any) -> tuple[Markers, bool]:
     """Make sure the three marker tokens exist; returns their ids and whether they were new.
 
-    The embedding table grows only when the tokenizer has outgrown it (Qwen checkpoints carry spare rows). New rows start at
-    the mean embedding, as far from any word as from any other.
+    The embedding table grows only when the tokenizer has outgrown it (Qwen checkpoints carry spare rows). New rows
+    start at the mean embedding, as far from any word as from any other.
     """
     vocabulary = tokenizer.get_vocab()
     missing = [token for token in MARKERS if token not in vocabulary]
@@ -166,7 +177,7 @@ def add_markers(model: Any, tokenizer: Any) -> tuple[Markers, bool]:
     if missing:
         new = [int(tokenizer.convert_tokens_to_ids(token)) for token in missing]
         _set_to_mean(model.get_input_embeddings().weight, new, min(rows, len(vocabulary)))
-        head: nn.Module | None = model.get_output_embeddings()
+        head = model.get_output_embeddings()
         if head is not None and head.weight is not model.get_input_embeddings().weight:
             _set_to_mean(head.weight, new, min(rows, len(vocabulary)))
     return Markers(*ids), bool(missing)
@@ -178,13 +189,44 @@ def _set_to_mean(weight: Tensor, new: list[int], known: int) -> None:
     weight[new] = mean.to(weight.dtype)
 
 
-def _default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def _device(name: torch.device | str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device '{name}' cannot be used ({_first_line(error)})") from error
+    return device
+
+
+def _dtype(name: torch.dtype | str | None) -> torch.dtype | str:
+    if name is None or name == "auto":
+        return "auto"
+    if isinstance(name, torch.dtype):
+        return name
+    if name not in _DTYPES:
+        raise UserError(f"dtype is '{name}': choose one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
 
 
 def _looks_local(source: str) -> bool:
-    """A hub id is ``owner/name``; anything else is meant as a path."""
-    return source.startswith((".", "/", "~")) or source.count("/") != 1
+    """A hub id is ``owner/name``; anything else, and anything inside a folder that exists here, is meant as a path."""
+    return source.startswith((".", "/", "~")) or source.count("/") != 1 or Path(source).parent.is_dir()
+
+
+def _refuse_unreachable(source: str) -> None:
+    """Say at once that a hub id cannot be had, instead of after half a minute of retries."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if constants.HF_HUB_OFFLINE or getproxies() or isinstance(try_to_load_from_cache(source, "config.json"), str):
+        return
+    address = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((address.hostname or "", address.port or 443), timeout=10).close()
+    except OSError as error:
+        message = f"{source} is neither a directory here nor in the hub cache, and the hub cannot be reached ({error})"
+        raise UserError(message) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -1,8 +1,8 @@
 """Position ids computed by us, for all rows and images at once, on the CPU.
 
-Stock Qwen code loops over samples with ``.item()`` (three quarters of a training step with many small images). The rule is
-short: a text token advances the position by one; an image of ``rows x cols`` tokens starts at the current position, spreads
-over it as (start, start + row, start + col), and advances it by ``max(rows, cols)``.
+Stock Qwen code loops over samples with ``.item()`` (three quarters of a training step with many small images). The
+rule is short: a text token advances the position by one; an image of ``rows x cols`` tokens starts at the current
+position, spreads over it as (start, start + row, start + col), and advances it by ``max(rows, cols)``.
 """
 
 from __future__ import annotations

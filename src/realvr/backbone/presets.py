@@ -1,4 +1,4 @@
-"""The six backbones of the paper as published configurations, so that their shapes can be checked without their weights.
+"""The six backbones of the paper as published configurations, so that shapes can be checked without weights.
 
 A preset instantiates on the meta device in seconds: parameter counts, memory plans and sharding can be computed on a
 laptop, and a test can tell whether the adapter would meet a module it does not know in the real 235B model.

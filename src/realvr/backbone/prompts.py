@@ -180,7 +180,7 @@ class PromptEncoder:
         if len(ids) > self.context_length:
             raise UserError(
                 f"prompt has {len(ids)} tokens ({visual} of them visual), the model's context is "
-                f"{self.context_length}: use a smaller visual-token budget or fewer images"
+                f"{self.context_length}: shorten the text, or use a smaller visual-token budget or fewer images"
             )
         latents = tuple(turn.latents for turn in turns if turn.latents is not None and len(turn.latents))
         prompt = Prompt(torch.tensor(ids, dtype=torch.long), images, latents)
@@ -190,10 +190,11 @@ class PromptEncoder:
         return tail(prompt, continue_from, self.image_token_id, slot_id)
 
     def encode_text(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Plain assistant text: ``(ids, offsets)``, offsets being half-open character ranges. Control strings in it are
-        ordinary text."""
+        """Plain assistant text: ``(ids, offsets)``, offsets being half-open character ranges that leave no visible
+        character out. Control strings in it are ordinary text."""
         _check_unicode(text, "text")
-        return self._plain(text)
+        ids, offsets = self._plain(text)
+        return ids, _without_gaps(text, offsets)
 
     def _required(self, name: str, otherwise: str) -> int:
         if name not in self._plain.special:
@@ -303,6 +304,17 @@ class PromptEncoder:
                 writer.splice(item.ids, item.reply)
         writer.flush()
         return writer.ids
+
+
+def _without_gaps(text: str, offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """A normaliser that composes (NFC) reports the first character of ``e`` + accent only: give the token both."""
+    starts = {start for start, _ in offsets}
+    closed = []
+    for start, stop in offsets:
+        while stop < len(text) and stop > start and stop not in starts and not text[stop].isspace():
+            stop += 1
+        closed.append((start, stop))
+    return closed
 
 
 def _check_unicode(text: str, where: str) -> None:

@@ -88,7 +88,7 @@ def _qwen2_5() -> Shape:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
     return Shape(
         text={**_DECODER, "num_hidden_layers": 2, "rope_parameters": rope},
-        # A window covers 2 x 2 visual tokens, so that an image of 2 x 3 has two, one of them cut; block 1 sees it whole.
+        # A window covers 2 x 2 visual tokens, so an image of 2 x 3 has two, one of them cut; block 1 sees it whole.
         vision={**_QWEN_VISION, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
         pixels=_qwen_pixels(14, _CLIP_MEAN, _CLIP_STD),
         processor="Qwen2_5_VLProcessor",
@@ -217,7 +217,8 @@ def _token_ids(family: str, tokenizer: PreTrainedTokenizerFast) -> dict[str, int
             "vision_start_token_id": "<|vision_start|>",
             "vision_end_token_id": "<|vision_end|>",
         }
-    return {name: int(tokenizer.convert_tokens_to_ids(token)) for name, token in names.items()}
+    vocabulary = tokenizer.get_vocab()
+    return {name: vocabulary[token] for name, token in names.items()}
 
 
 def _config(family: Family, shape: Shape, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
@@ -256,9 +257,10 @@ def _model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
 def _save_model(model: PreTrainedModel, family: str, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     from transformers import GenerationConfig
 
+    vocabulary = tokenizer.get_vocab()
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=[int(tokenizer.convert_tokens_to_ids(token)) for token in SPECIALS[family].stop],
+        eos_token_id=[vocabulary[token] for token in SPECIALS[family].stop],
         pad_token_id=tokenizer.pad_token_id,
     )
     model.save_pretrained(directory)

@@ -7,14 +7,10 @@ G completions of a prompt, L layers, H heads, R chosen query rows, V vocabulary,
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from PIL import Image
     from torch import Tensor
-
-ImageSource = "str | Path | bytes | Image.Image"
 
 
 @dataclass(frozen=True)
@@ -57,14 +53,14 @@ class ImageInput:
 class Turn:
     """One message of a conversation.
 
-    ``images`` precede ``text``. An assistant turn may carry the latent span it was produced with (``latents`` (K, D), spliced
-    back in as inputs) and the exact token ``ids`` of its reply (used instead of re-encoding ``text``, so that a
+    ``images`` precede ``text``. An assistant turn may carry the latent span it was produced with (``latents`` (K, D),
+    spliced back in as inputs) and the exact token ``ids`` of its reply (used instead of re-encoding ``text``, so that a
     conversation continued from saved tokens equals the live one).
     """
 
     role: Literal["system", "user", "assistant"]
     text: str = ""
-    images: list = field(default_factory=list)  # ImageSource
+    images: list[Any] = field(default_factory=list)  # paths, encoded bytes or Pillow images
     latents: Tensor | None = None
     ids: list[int] | None = None
 

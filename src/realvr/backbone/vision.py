@@ -1,9 +1,10 @@
-"""The vision tower without host loops: batched chunk attention, and the tower's index tensors computed for all images at once.
+"""The vision tower without host loops: batched chunk attention, and the tower's index tensors computed for all images
+at once.
 
 Stock Qwen vision attention runs one call per window and per image unless the attention implementation's name contains
-"flash", in which case it hands over the chunk boundaries instead. ``VISION_ATTENTION`` is such a name: all chunks of similar
-length run in one batched SDPA call. The index tensors (rotary positions, window order, boundaries) are passed through the
-documented ``image_*`` keywords of ``get_image_features``.
+"flash", in which case it hands over the chunk boundaries instead. ``VISION_ATTENTION`` is such a name: all chunks of
+similar length run in one batched SDPA call. The index tensors (rotary positions, window order, boundaries) are passed
+through the documented ``image_*`` keywords of ``get_image_features``.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ VISION_ATTENTION = "realvr_flash_chunks"
 
 @dataclass
 class Bucket:
-    """Chunks of similar length: ``index`` (n, m) into the patch sequence, padded by repeating a chunk's first patch; ``real``
-    (n, 1, 1, m) says which are not padding, ``keep`` lists their places in the flattened (n * m,)."""
+    """Chunks of similar length: ``index`` (n, m) into the patch sequence, padded by repeating a chunk's first patch;
+    ``real`` (n, 1, 1, m) says which are not padding, ``keep`` lists their places in the flattened (n * m,)."""
 
     index: Tensor
     real: Tensor
@@ -47,8 +48,9 @@ class Chunks:
 
     @staticmethod
     def build(lengths: Tensor) -> Chunks:
-        """From chunk ``lengths`` (n,) on the CPU. Lengths within a factor of two share a bucket, so padding at most doubles
-        the work whatever the mix of image sizes; the loop is over at most a dozen buckets, never over chunks."""
+        """From chunk ``lengths`` (n,) on the CPU. Lengths within a factor of two share a bucket, so padding at most
+        doubles the work whatever the mix of image sizes; the loop is over at most a dozen buckets, never over
+        chunks."""
         ends = lengths.cumsum(0)
         starts = ends - lengths
         level = torch.ceil(torch.log2(lengths.double())).long()
@@ -131,7 +133,8 @@ def window_order(token_grids_N2: Tensor, side: int) -> tuple[Tensor, Tensor]:
 
 
 def tower_inputs(patch_grids_N2: Tensor, config: Any, device: torch.device) -> dict[str, Any]:
-    """Keyword arguments for ``get_image_features`` of a Qwen core: every index tensor its tower would build in a loop."""
+    """Keyword arguments for ``get_image_features`` of a Qwen core: every index tensor its tower would build in a
+    loop."""
     merge = config.spatial_merge_size
     grid_thw = F.pad(patch_grids_N2, (1, 0), value=1)
     whole = Chunks.build(patch_grids_N2.prod(-1)).to(device)

@@ -22,7 +22,7 @@ _HOME = {
     "Written": "export_common",
     "write": "export",
 }
-__all__ = sorted(_HOME)
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

@@ -9,13 +9,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import tyro
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from realvr.backbone.families import FAMILIES
 from realvr.data import overlay, reasons
 from realvr.data.detect import detect, format_named
 from realvr.data.export import write
@@ -28,6 +30,7 @@ from realvr.data.statistics import Statistics
 from realvr.errors import UserError
 
 USABLE, NOTHING_USABLE, UNREADABLE = 0, 1, 2
+Policy = Literal["skip", "strict"]
 
 
 def _fail(error: Exception) -> None:
@@ -51,32 +54,42 @@ def _progress(paths: Sequence[Path], report: Report) -> Iterator[Progress]:
 
 
 def check(
-    paths: Sequence[str | Path],
+    paths: Annotated[tyro.conf.Positional[list[Path]], tyro.conf.arg(metavar="PATH")],
     format: str | None = None,
-    policy: Literal["skip", "strict"] = "skip",
+    policy: Policy = "skip",
     json: bool = False,
-    images: str | Path | None = None,
-    quarantine: str | Path | None = None,
+    images: Path | None = None,
+    quarantine: Path | None = None,
     duplicates: Literal["drop", "rename"] = "drop",
     split: str = "val",
     mmvp_corrected: bool = False,
 ) -> int:
-    """Read everything, open every image, and say what is usable.
+    """Read every row, open every image, and say what is usable.
 
-    Returns 0 if there are usable samples, 1 if every row was dropped, 2 if an input could not be read (or a strict
-    check met a bad row). Other inputs are still read after one that could not be.
+    Exit code: 0 usable, 1 every row was dropped, 2 an input could not be read (or --policy strict met a bad row). Other
+    inputs are still read after one that could not be.
+
+    Examples:
+      realvr data check hr_bench_4k.tsv MMVP/ --quarantine bad.jsonl
+      realvr data check train.json --images /data/images --json
+
+    Args:
+        paths: Data files or folders, in any supported format.
+        format: Name of the format, where it should not be detected.
+        policy: skip drops and counts bad rows; strict stops at the first, naming file and row.
+        json: Print one JSON object.
+        images: Folder that image paths are relative to; by default that of the data file.
+        quarantine: JSONL file to list dropped and repaired rows in.
+        duplicates: drop or rename rows whose id was used before.
+        split: Split to read from a BLINK tree.
+        mmvp_corrected: Correct the answers that the original MMVP file swaps at Index 99/100 and 279/280.
     """
-    options = ReadOptions(
-        images=None if images is None else Path(images),
-        policy=policy,
-        check_images="decode",
-        duplicates=duplicates,
-        split=split,
-        mmvp_corrected=mmvp_corrected,
-    )
-    report = Report(quarantine=None if quarantine is None else Path(quarantine))
+    options = ReadOptions(images, policy, "decode", duplicates, split, mmvp_corrected)
+    return _check(list(paths), format, options, Report(quarantine=quarantine), json)
+
+
+def _check(inputs: list[Path], format: str | None, options: ReadOptions, report: Report, json: bool) -> int:
     statistics = Statistics()
-    inputs = [Path(path) for path in paths]
     files: list[dict[str, Any]] = []
     with report, _progress(inputs, report) as progress:
         for number, path in enumerate(inputs):
@@ -87,10 +100,12 @@ def check(
         print(json_module.dumps(result, ensure_ascii=False))
     else:
         _print_check(result)
+    if not files:
+        _fail(UserError("no file named; name at least one data file or folder"))
     for entry in files:
         if "error" in entry:
             _fail(UserError(entry["error"]))
-    if any("error" in entry for entry in files) or not files:
+    if not files or any("error" in entry for entry in files):
         return UNREADABLE
     return USABLE if report.ok else NOTHING_USABLE
 
@@ -163,26 +178,50 @@ def _print_check(result: dict[str, Any]) -> None:
 
 
 def show(
-    path: str | Path,
+    path: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PATH")],
     limit: int = 5,
     json: bool = False,
-    save: str | Path | None = None,
+    save: Path | None = None,
     format: str | None = None,
-    policy: Literal["skip", "strict"] = "skip",
-    images: str | Path | None = None,
+    policy: Policy = "skip",
+    images: Path | None = None,
     family: str = "qwen2.5-vl",
     max_tokens: int = 1280,
     split: str = "val",
     mmvp_corrected: bool = False,
 ) -> int:
-    """Print the first ``limit`` samples as they will be used.
+    """Print the first samples of a file as they will be used.
 
-    ``save`` is a folder for their images, with boxes and the covered visual tokens drawn in. Images are opened only
-    where needed. Returns 0 if a sample was shown, 1 if there is none, 2 if the input or an image to be drawn could not
-    be read.
+    Images are opened only where needed. Exit code: 0 a sample was shown, 1 there is none, 2 the input or an image to be
+    drawn could not be read.
+
+    Examples:
+      realvr data show viscot.json --limit 3 --json
+      realvr data show viscot.json --limit 20 --save pictures/
+
+    Args:
+        path: Data file or folder, in any supported format.
+        limit: How many samples.
+        json: Print one JSON object a line.
+        save: Folder for the images, with boxes and the covered visual tokens drawn in.
+        format: Name of the format, where it should not be detected.
+        policy: skip drops bad rows; strict stops at the first, naming file and row.
+        images: Folder that image paths are relative to; by default that of the data file.
+        family: Model family whose typical token grid is drawn.
+        max_tokens: Visual tokens per image, at most, for families whose grid follows the image size.
+        split: Split to read from a BLINK tree.
+        mmvp_corrected: Correct the answers that the original MMVP file swaps at Index 99/100 and 279/280.
     """
-    folder = None if images is None else Path(images)
-    options = ReadOptions(folder, policy, "none", split=split, mmvp_corrected=mmvp_corrected)
+    if family not in FAMILIES:
+        raise UserError(f"no family {family!r}; choose one of {', '.join(FAMILIES)}")
+    options = ReadOptions(images, policy, "none", split=split, mmvp_corrected=mmvp_corrected)
+    return _show(path, limit, json, format, options, (save, family, max_tokens))
+
+
+def _show(
+    path: Path, limit: int, json: bool, format: str | None, options: ReadOptions, drawing: tuple[Path | None, str, int]
+) -> int:
+    save, family, max_tokens = drawing
     report = Report()
     console = Console(highlight=False, soft_wrap=True)
     status = USABLE
@@ -194,7 +233,7 @@ def show(
             else:
                 _print_sample(console, row)
             if save is not None:
-                status = max(status, _save(sample, number, Path(save), family, max_tokens))
+                status = max(status, _save(sample, number, save, family, max_tokens))
     except UserError as error:
         _fail(error)
         return UNREADABLE
@@ -220,23 +259,43 @@ def _print_sample(console: Console, row: dict[str, Any]) -> None:
 
 
 def export(
-    path: str | Path,
+    path: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PATH")],
+    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")],
     to: str,
-    out: str | Path,
     format: str | None = None,
-    policy: Literal["skip", "strict"] = "skip",
-    images: str | Path | None = None,
+    policy: Policy = "skip",
+    images: Path | None = None,
     split: str = "val",
     mmvp_corrected: bool = False,
 ) -> int:
-    """Write the samples of ``path`` in another layout. Returns 0, or 1 if nothing was written, or 2 on bad input."""
-    folder = None if images is None else Path(images)
-    options = ReadOptions(folder, policy, "exists", split=split, mmvp_corrected=mmvp_corrected)
+    """Write the samples of a file in another layout.
+
+    Exit code: 0 written, 1 nothing to write, 2 bad input.
+
+    Examples:
+      realvr data export viscot.json --to lvr out/train.json
+      realvr data export train.jsonl --to virl39k out/train.parquet
+
+    Args:
+        path: Data file or folder, in any supported format.
+        out: File to write, or folder for mmvp and blink.
+        to: jsonl, visual-cot, lvr, virl39k, mmvp, blink, hr-bench or mme-realworld.
+        format: Name of the input's format, where it should not be detected.
+        policy: skip leaves out bad rows and samples that the layout cannot hold; strict stops at the first.
+        images: Folder that image paths are relative to; by default that of the data file.
+        split: Split to read from a BLINK tree.
+        mmvp_corrected: Correct the answers that the original MMVP file swaps at Index 99/100 and 279/280.
+    """
+    options = ReadOptions(images, policy, "exists", split=split, mmvp_corrected=mmvp_corrected)
+    return _export(path, out, to, format, options)
+
+
+def _export(path: Path, out: Path, to: str, format: str | None, options: ReadOptions) -> int:
     report = Report()
     try:
         if Path(out).resolve() == Path(path).resolve():
             raise UserError(f"{out}: the export would overwrite its own input; choose another file")
-        written = write(read(path, format, options, report), to, out, strict=policy == "strict")
+        written = write(read(path, format, options, report), to, out, strict=options.policy == "strict")
     except UserError as error:
         _fail(error)
         return UNREADABLE

@@ -104,6 +104,8 @@ def _detect_json(path: Path) -> Format:
             return FORMATS[name]
     if not objects:
         why = str(rows[0].error) if rows else "no rows"
+        if any(row.error is not None and row.error.reason == reasons.NOT_UTF8 for row in rows):
+            raise FileError(reasons.NOT_UTF8, f"{path}: not UTF-8; save the file as UTF-8")
         raise FileError(reasons.FILE_UNREADABLE, f"{path}: no JSON object in the first rows ({why})")
     keys = ", ".join(map(str, objects[0]))[:200] or "none"
     raise FileError(reasons.FORMAT_UNKNOWN, f"{path}: keys {keys} fit no format; name one with --format")

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-BATCH = 8
-"""Rows decoded together: small, because a row may hold an 8K photograph."""
+BATCH_BYTES = 8 << 20
+"""How much is decoded together. A row may hold an 8K photograph, or two words."""
 
 
 def _open(path: Path) -> pq.ParquetFile:
@@ -52,7 +52,9 @@ def parquet_rows(path: Path, wanted: Sequence[str]) -> Iterator[Row]:
         present = [name for name in wanted if name in file.schema_arrow.names]
         total = file.metadata.num_rows
         number = 0
-        batches = file.iter_batches(batch_size=BATCH, columns=present, use_threads=False)
+        row_bytes = sum(file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)) / max(1, total)
+        size = max(1, min(1024, int(BATCH_BYTES / max(1.0, row_bytes))))
+        batches = file.iter_batches(batch_size=size, columns=present, use_threads=False)
         while True:
             try:
                 batch = next(batches)

@@ -28,7 +28,7 @@ class Report:
     repaired: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
     """First occurrence of each reason, for a person to look at."""
-    quarantine: Path | None = None
+    quarantine: str | Path | None = None
     """JSONL file that lists every dropped or repaired row; written only if there is one."""
     on_progress: Callable[[float], None] | None = None
     _file: TextIO | None = None
@@ -40,8 +40,9 @@ class Report:
         if self.quarantine is None:
             return
         if self._file is None:
-            self.quarantine.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.quarantine.open("w", encoding="utf-8")
+            target = Path(self.quarantine)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._file = target.open("w", encoding="utf-8")
         entry: dict[str, Any] = {"file": str(file), "row": row.number, "reason": reason, "detail": detail}
         entry |= {"dropped": dropped} | ({"rows": row.count} if row.count != 1 else {}) | ({"id": name} if name else {})
         self._file.write(json.dumps(entry, ensure_ascii=True) + "\n")
@@ -97,7 +98,7 @@ class _Reading:
     def _row(self, row: Row, file: Path) -> Sample | None:
         """The sample of a row, or None where it is dropped."""
         self.report.rows += row.count
-        folder = row.images or self.options.images or file.parent
+        folder = Path(row.images or self.options.images or file.parent)
         ctx = Context(file, folder, row.number, self.options, self.state.setdefault(file, {}))
         sample: Sample | None = None
         try:

@@ -45,6 +45,7 @@ FILE_REASONS: dict[str, str] = {
     FILE_EMPTY: "the file holds no bytes",
     FILE_UNREADABLE: "the file cannot be opened or is not what its name says",
     NOT_A_FILE: "a folder where a file is expected",
+    NOT_UTF8: "the file is not UTF-8",
     FORMAT_UNKNOWN: "the layout is none of the supported formats",
     WRONG_COLUMNS: "column names are not those of the format",
 }

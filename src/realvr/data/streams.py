@@ -6,7 +6,7 @@ import codecs
 import csv
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -190,7 +190,7 @@ def table_header(path: Path) -> list[str]:
     try:
         return [line[begin:end].decode("utf-8").strip().strip('"') for begin, end in fields]
     except UnicodeDecodeError:
-        raise FileError(reasons.FORMAT_UNKNOWN, f"{path}: the header is not UTF-8; save the file as UTF-8") from None
+        raise FileError(reasons.NOT_UTF8, f"{path}: the header is not UTF-8; save the file as UTF-8") from None
 
 
 Spans = list[tuple[int, int]]
@@ -303,13 +303,16 @@ def _table_row(
     return Row(number, row, progress=progress)
 
 
-def csv_rows(path: Path) -> Iterator[Row]:
-    """Rows of a comma-separated file as dictionaries. Meant for small files."""
+def csv_rows(path: Path, required: Sequence[str]) -> Iterator[Row]:
+    """Rows of a comma-separated file as dictionaries, if it has the ``required`` columns. Meant for small files."""
     with open_file(path):
         pass
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as source:
         reader = csv.reader(source)
-        header = [name.strip() for name in next(reader)]
+        header = [name.strip() for name in next(reader, [])]
+        if lost := [name for name in required if name not in header]:
+            found = ", ".join(header).encode("utf-8", "replace").decode()[:200]
+            raise FileError(reasons.WRONG_COLUMNS, f"{path}: no column {', '.join(lost)}; found {found or 'none'}")
         number = 0
         while True:
             try:

@@ -1,17 +1,20 @@
-"""The latent span, once: prefill, K latent steps, extension by tokens or embeddings, teacher-forced scores, attention rows.
+"""The latent span, once: prefill, K latent steps, extension by tokens or embeddings, teacher-forced scores, attention
+rows.
 
-Training, rollout, evaluation and diagnostics all use these functions. Order of a turn: prompt, ``<|lvr_start|>``, z_1 … z_K,
-``<|lvr_end|>``, answer text. ``z_t`` is the hidden state after the final norm at the position before slot t, fed raw as the
-input of slot t; ``z_1`` is the state at ``<|lvr_start|>``. The span is forced and closed: no token is ever sampled inside it.
-K = 0 means no span and no markers.
+Training, rollout, evaluation and diagnostics all use these functions. Order of a turn: prompt, ``<|lvr_start|>``, z_1
+… z_K, ``<|lvr_end|>``, answer text. ``z_t`` is the hidden state after the final norm at the position before slot t,
+fed raw as the input of slot t; ``z_1`` is the state at ``<|lvr_start|>``. The span is forced and closed: no token is
+ever sampled inside it. K = 0 means no span and no markers.
 
-Departure from the paper's wording: none. Departure from the plain schedule: ``z_K`` and ``<|lvr_end|>`` enter in one pass.
+Departure from the paper's wording: none. Departure from the plain schedule: ``z_K`` and ``<|lvr_end|>`` enter in one
+pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,16 +38,19 @@ def advance(
     next_B: Tensor | None = None,
     real_BT: Tensor | None = None,
     segment_BT: Tensor | None = None,
+    place_BT: Tensor | None = None,
     image_BT: Tensor | None = None,
     deepstack: Sequence[Tensor] = (),
     probes: Sequence[Probe] = (),
     matrix: Matrix | None = None,
     checkpointed: bool = False,
 ) -> tuple[State, Tensor]:
-    """One pass of the decoder over new columns; returns the longer state and the hidden states (B, T, D) of these columns.
+    """One pass of the decoder over new columns; returns the longer state and the hidden states (B, T, D) of these
+    columns.
 
     ``positions`` is (B, T), or (3, B, T) with images. ``real_BT`` marks padding (None: no padding in these columns);
-    ``segment_BT`` isolates branches or packed examples, see :class:`realvr.backbone.attention.Columns`.
+    ``segment_BT`` isolates branches or packed examples, see :class:`realvr.backbone.attention.Columns`. ``place_BT``
+    matters to families with sliding windows only, where positions are not consecutive; by default it is the position.
     """
     rows, new, _ = embeds_BTD.shape
     device = embeds_BTD.device
@@ -52,7 +58,8 @@ def advance(
     block = None
     if backbone.two_way_images and image_BT is not None:
         block = _blocks(image_BT, 0 if state is None else state.length)
-    fresh = Columns(new, real_BT, segment_BT, block)
+    place = positions if backbone.windowed and place_BT is None else place_BT
+    fresh = Columns(new, real_BT, segment_BT, block, place)
     columns = join_columns(None if state is None else state.columns, fresh, rows, device)
     carried = Pass(past=[] if state is None else state.kv, columns=columns, probes=tuple(probes), matrix=matrix)
     with _layers_checkpointed(backbone, checkpointed):
@@ -74,7 +81,8 @@ def advance(
 
 
 def _blocks(image_BT: Tensor, offset: int) -> Tensor:
-    """Number of the image that each column belongs to (-1: none): the absolute column at which its run of tokens starts."""
+    """Number of the image that each column belongs to (-1: none): the absolute column at which its run of tokens
+    starts."""
     column = torch.arange(image_BT.shape[1], device=image_BT.device) + offset
     starts = image_BT & ~torch.nn.functional.pad(image_BT, (1, 0))[:, :-1]
     first = torch.where(starts, column, -1).cummax(-1).values
@@ -96,29 +104,30 @@ def _layers_checkpointed(backbone: Backbone, wanted: bool) -> Iterator[None]:
     """Run the decoder layers under HF gradient checkpointing if ``wanted``; refuse a model that does so unasked."""
     layers: list[Any] = list(backbone.decoder.layers)
     active = any(layer.gradient_checkpointing and layer.training for layer in layers)
-    if not torch.is_grad_enabled() or (active and wanted):
+    if not torch.is_grad_enabled() or not (active or wanted):
         # Without a graph there is nothing to checkpoint; HF's own switch must not drop anything either way.
         yield
         return
-    if active:
+    if not wanted:
         raise UserError(
-            "gradient checkpointing is enabled on the model, but this pass asked for cached memory: transformers drops its "
-            "key/value cache there with only a warning. Call model.gradient_checkpointing_disable() and choose "
+            "gradient checkpointing is enabled on the model, but this pass asked for cached memory: transformers drops "
+            "its key/value cache there with only a warning. Call model.gradient_checkpointing_disable() and choose "
             "memory='checkpointed-prefill' or memory='checkpointed' instead; both are exact"
         )
-    if not wanted:
-        yield
-        return
-    before = [(layer.gradient_checkpointing, layer.training) for layer in layers]
+    switches: list[Any] = [m for m in backbone.decoder.modules() if hasattr(m, "gradient_checkpointing")]
+    # Also where the model has it on already: its own function may be the reentrant one, which runs a layer outside the
+    # graph, so that the keys and values kept from it would carry no gradient.
+    before = [(m, m.gradient_checkpointing, m.training, vars(m).get("_gradient_checkpointing_func")) for m in switches]
     backbone.decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for layer in layers:
         layer.training = True  # the layer's own switch only: its submodules (dropout) keep their mode
     try:
         yield
     finally:
-        backbone.decoder.gradient_checkpointing_disable()
-        for layer, (flag, training) in zip(layers, before, strict=True):
-            layer.gradient_checkpointing, layer.training = flag, training
+        for module, flag, training, function in before:
+            module.gradient_checkpointing, module.training = flag, training
+            if function is not None:
+                module._gradient_checkpointing_func = function
 
 
 def prefill(
@@ -133,8 +142,8 @@ def prefill(
 ) -> tuple[State, Tensor]:
     """Read a batch of prompts; returns the state and the hidden states (B, T, D).
 
-    ``visual`` are the visual tokens of ``batch.images``; they are computed here when not given. With ``state``, the batch
-    continues it (a later turn): build it with ``backbone.batch(prompts, start_B=state.next_B)``.
+    ``visual`` are the visual tokens of ``batch.images``; they are computed here when not given. With ``state``, the
+    batch continues it (a later turn): build it with ``backbone.batch(prompts, start_B=state.next_B)``.
     """
     visual = backbone.see(batch.images) if visual is None else visual
     has_images = bool(batch.images)
@@ -166,9 +175,12 @@ def extend(
 
     ``real_BS`` marks right padding of rows with fewer tokens.
     """
-    if (ids_BS is None) == (embeds_BSD is None):
+    if ids_BS is not None and embeds_BSD is None:
+        embeds = backbone.embed(ids_BS)
+    elif embeds_BSD is not None and ids_BS is None:
+        embeds = embeds_BSD
+    else:
         raise ValueError("give either ids_BS or embeds_BSD")
-    embeds = backbone.embed(ids_BS) if embeds_BSD is None else embeds_BSD
     if real_BS is None:
         step = torch.arange(embeds.shape[1], device=embeds.device)
         positions = state.next_B[:, None] + step
@@ -206,14 +218,12 @@ def think(
 def splice(
     backbone: Backbone, state: State, latents_BKD: Tensor, *, checkpointed: bool = False, **options: Any
 ) -> tuple[State, Tensor]:
-    """A span whose latents are given (replay, exchange), in one pass. Returns the state after ``<|lvr_end|>`` and the hidden
-    states (B, K, D) one position before each slot: for recorded latents, the latents themselves."""
+    """A span whose latents are given (replay, exchange), in one pass. Returns the state after ``<|lvr_end|>`` and the
+    hidden states (B, K, D) one position before each slot: for recorded latents, the latents themselves."""
     count = latents_BKD.shape[1]
     if count == 0:
         return state, latents_BKD
-    start, end = (
-        backbone.embed(_marker(backbone, state, i)) for i in (backbone.markers.start, backbone.markers.end)
-    )
+    start, end = (backbone.embed(_marker(backbone, state, i)) for i in (backbone.markers.start, backbone.markers.end))
     embeds = torch.cat([start, latents_BKD.to(start.dtype), end], dim=1)
     first = state.length + 1
     state, hidden = extend(backbone, state, embeds_BSD=embeds, checkpointed=checkpointed, **options)
@@ -225,8 +235,6 @@ def _marker(backbone: Backbone, state: State, marker: int) -> Tensor:
 
 
 def _with_span(state: State, first: int, count: int) -> State:
-    from dataclasses import replace
-
     return replace(state, span=(first, first + count))
 
 
@@ -258,8 +266,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability (N,) of each id under its row, and the entropy (N,, detached) of the row.
 
-    Rows pass the LM head in chunks; with gradients each chunk is recomputed in backward, so that no more than ``chunk`` rows of
-    vocabulary size are ever alive.
+    Rows pass the LM head in chunks; with gradients each chunk is recomputed in backward, so that no more than
+    ``chunk`` rows of vocabulary size are ever alive.
     """
 
     def run(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -287,7 +295,8 @@ def score(
     forbidden: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, State]:
-    """Teacher-forced log-probabilities (B, G, S) of G continuations of each row, their entropies, and the state after them.
+    """Teacher-forced log-probabilities (B, G, S) of G continuations of each row, their entropies, and the state after
+    them.
 
     The G continuations are branches of one trunk: they share its keys and values without copies and do not see each
     other. Only real tokens pass the LM head; padding gets 0. Probe rows count the flattened (G * S) columns.

@@ -1,7 +1,7 @@
 """The decoding state: keys and values, what each column is, and the hidden state that comes next.
 
-A state is never changed in place: every operation returns a new one that shares tensors with the old. A fork is therefore free,
-and a branch cannot disturb its trunk.
+A state is never changed in place: every operation returns a new one that shares tensors with the old. A fork is
+therefore free, and a branch cannot disturb its trunk.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from realvr.backbone.attention import Columns, Segments
+
+_NEUTRAL = (True, -1, -1, 0)  # real, segment (the trunk), block (no image), place (always given by both sides)
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,7 @@ class State:
         return replace(
             self,
             kv=[tuple((change(k), change(v)) for k, v in pieces) for pieces in self.kv],
-            columns=Columns(
-                columns.length,
-                *(None if x is None else change(x) for x in (columns.real, columns.segment, columns.block)),
-            ),
+            columns=Columns(columns.length, *(None if x is None else change(x) for x in columns.facts())),
             next_B=change(self.next_B),
             last_BD=change(self.last_BD),
             image_BT=change(self.image_BT),
@@ -93,9 +92,5 @@ def join_columns(old: Columns | None, new: Columns, rows: int, device: torch.dev
             b = torch.full((rows, new.length), neutral, dtype=dtype, device=device)
         return torch.cat([a, b], dim=1)
 
-    return Columns(
-        old.length + new.length,
-        join(old.real, new.real, True),
-        join(old.segment, new.segment, -1),
-        join(old.block, new.block, -1),
-    )
+    joined = (join(a, b, neutral) for a, b, neutral in zip(old.facts(), new.facts(), _NEUTRAL, strict=True))
+    return Columns(old.length + new.length, *joined)

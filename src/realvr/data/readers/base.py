@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal
 
 from realvr.data import reasons
@@ -18,7 +19,7 @@ from realvr.data.sample import LETTERS, Box, ImageRef, Source, strip_image_tags
 class ReadOptions:
     """How files are read. Every field is a flag of ``realvr data check``."""
 
-    images: Path | None = None
+    images: str | Path | None = None
     """Folder that image paths are relative to; None means the folder of the data file."""
     policy: Literal["skip", "strict"] = "skip"
     """``skip`` drops and counts bad rows; ``strict`` stops at the first, naming file and row."""
@@ -77,24 +78,14 @@ class Context:
         """Reference to an image file named by the data, which must stay inside the image folder."""
         if not isinstance(name, str) or not name.strip():
             raise BadRow(reasons.FIELD_TYPE, f"image path is {name!r}")
-        path = PurePosixPath(name)
-        inside = _normal(self.images)
-        wanted = _normal(self.images / path)
+        root = self.state.get("image_root")
+        if root is None or root[0] != self.images:
+            root = self.state["image_root"] = (self.images, os.path.abspath(self.images))
         # Lexical on purpose: links that the user placed inside the image folder are theirs to place.
-        if "\0" in name or not wanted.is_relative_to(inside) or wanted == inside:
+        wanted = os.path.normpath(os.path.join(root[1], name))
+        if "\0" in name or not wanted.startswith(root[1].rstrip(os.sep) + os.sep):
             raise BadRow(reasons.IMAGE_PATH_ESCAPES, f"{name!r} is not inside {self.images}")
-        return ImageRef(id=name, path=wanted)
-
-
-def _normal(path: Path) -> Path:
-    """Absolute path with ``..`` removed, links left alone."""
-    parts: list[str] = []
-    for part in Path.cwd().joinpath(path).parts:
-        if part == "..":
-            parts = parts[:-1] if len(parts) > 1 else parts
-        else:
-            parts.append(part)
-    return Path(*parts)
+        return ImageRef(id=name, path=Path(wanted))
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def parse(row: dict[str, Any], ctx: Context) -> Sample:
 
 def rows(path: Path, options: ReadOptions) -> Iterator[Row]:
     """Rows of a TSV or parquet file."""
-    return parquet_rows(path, REQUIRED) if path.suffix == ".parquet" else table_rows(path, "image")
+    return parquet_rows(path, REQUIRED) if path.suffix.lower() == ".parquet" else table_rows(path, "image")
 
 
 FORMAT = Format("hr-bench", "HR-Bench TSV or parquet", rows, parse, folders=True)

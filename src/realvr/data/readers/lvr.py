@@ -90,7 +90,7 @@ def meta_rows(path: Path, options: ReadOptions) -> Iterator[Row]:
             yield replace(entry, data=None, error=error)
             continue
         data = path.parent / entry.data["data_path"]
-        folder = options.images or path.parent / entry.data["image_folder"]
+        folder = Path(options.images or path.parent / entry.data["image_folder"])
         try:
             for row in json_rows(data):
                 share = (position + row.progress) / len(entries)

@@ -88,9 +88,9 @@ def _parse_table(row: dict[str, Any], ctx: Context) -> Sample:
 
 def rows(path: Path, options: ReadOptions) -> Iterator[Row]:
     """Rows of a JSON, TSV or parquet file."""
-    if path.suffix == ".parquet":
+    if path.suffix.lower() == ".parquet":
         return parquet_rows(path, COLUMNS)
-    return table_rows(path, "image") if path.suffix == ".tsv" else json_rows(path)
+    return table_rows(path, "image") if path.suffix.lower() == ".tsv" else json_rows(path)
 
 
 FORMAT = Format("mme-realworld", "MME-RealWorld JSON or TSV", rows, parse, folders=True)

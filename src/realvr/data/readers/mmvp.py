@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from realvr.data.readers.base import (
     question_of,
     text_of,
 )
-from realvr.data.reasons import BadRow, FileError
+from realvr.data.reasons import BadRow
 from realvr.data.sample import LETTERS, ImageRef, Sample
 from realvr.data.streams import csv_rows
 
@@ -77,14 +78,8 @@ def parse(row: dict[str, Any], ctx: Context) -> Sample:
 def rows(path: Path, options: ReadOptions) -> Iterator[Row]:
     """Rows of ``Questions.csv``, given itself or by its folder."""
     file = path / QUESTIONS if path.is_dir() else path
-    for row in csv_rows(file):
-        if (
-            row.number == 1
-            and isinstance(row.data, dict)
-            and (lost := [name for name in REQUIRED if name not in row.data])
-        ):
-            raise FileError(reasons.WRONG_COLUMNS, f"{file}: no column {', '.join(lost)}; found {', '.join(row.data)}")
-        yield Row(row.number, row.data, row.error, row.progress, file=file, images=options.images or file.parent)
+    for row in csv_rows(file, REQUIRED):
+        yield replace(row, file=file, images=Path(options.images or file.parent))
 
 
 FORMAT = Format("mmvp", "MMVP folder", rows, parse, folders=True)

@@ -1,0 +1,132 @@
+"""Time and peak memory of the latent engine at real size, with random weights of a paper backbone's shape.
+
+    python benchmarks/foundation.py --preset Qwen2.5-VL-7B --device cuda
+
+One prompt with one image of 2,560 visual tokens: vision encode, prefill, 8 latents, a rollout of 8 x 32 tokens, and
+one backward through the recurrence in each memory mode. Ratios within one run can be compared; absolute times belong
+to the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import time
+from collections.abc import Callable
+
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from realvr.backbone.backbone import Backbone
+from realvr.backbone.families import FAMILIES
+from realvr.backbone.images import ImageProcessor
+from realvr.backbone.loading import add_markers
+from realvr.backbone.presets import PRESETS, preset_config
+from realvr.backbone.tiny_tokenizer import build_tokenizer
+from realvr.backbone.types import Turn
+from realvr.latent.engine import prefill, think
+from realvr.latent.recurrence import trajectory
+from realvr.latent.rollout import decode
+from realvr.latent.sampling import Sampling
+
+
+def random_backbone(preset: str, device: torch.device, dtype: torch.dtype, layers: int | None) -> Backbone:
+    """A backbone of the preset's shape with random weights, and the small tokenizer of its family."""
+    config = preset_config(preset)
+    family = FAMILIES[PRESETS[preset].family]
+    tokenizer = build_tokenizer(family.name)
+    config.image_token_id = tokenizer.convert_tokens_to_ids(family.image_token)
+    if layers is not None:
+        config.text_config.num_hidden_layers = layers
+        if getattr(config.text_config, "layer_types", None):
+            config.text_config.layer_types = config.text_config.layer_types[:layers]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            model = AutoModelForImageTextToText.from_config(config, dtype=dtype).eval()
+    finally:
+        torch.set_default_dtype(before)
+    module, name = family.image_processor.split(":")
+    stock = getattr(importlib.import_module(module), name)(patch_size=config.vision_config.patch_size, merge_size=2)
+    stock.size = {"shortest_edge": 56 * 56, "longest_edge": 10_000 * 1024}
+    markers, _ = add_markers(model, tokenizer)
+    backbone = Backbone(model, tokenizer, family, ImageProcessor(family, stock, None), markers, 8)
+    backbone.freeze_vision()
+    return backbone
+
+
+def measure(name: str, run: Callable[[], object], device: torch.device, repeats: int) -> tuple[str, float, float]:
+    """(name, best seconds of ``repeats`` after one warm-up, peak GiB)."""
+    cuda = device.type == "cuda"
+    best = float("inf")
+    for _ in range(repeats + 1):
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        begun = time.perf_counter()
+        run()
+        if cuda:
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - begun)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else float("nan")
+    print(f"  {name:<44} {best:8.3f} s {peak:8.1f} GiB", flush=True)
+    return name, best, peak
+
+
+def run(preset: str, device: torch.device, dtype: torch.dtype, args: argparse.Namespace) -> None:
+    torch.manual_seed(0)
+    backbone = random_backbone(preset, device, dtype, args.layers)
+    side = backbone.processor.stock.patch_size * backbone.processor.merge
+    image = Image.effect_noise((args.cols * side, args.rows * side), 60).convert("RGB")
+    prompt = backbone.prompt([Turn("user", "What is the small sign on the left? " * 8, images=[image])])
+    batch = backbone.batch([prompt])
+    parameters = sum(p.numel() for p in backbone.model.parameters())
+    size = torch.cuda.memory_allocated() / 2**30 if device.type == "cuda" else float("nan")
+    print(
+        f"{preset}: {parameters / 1e9:.2f} B parameters, {size:.1f} GiB; {len(prompt)} prompt tokens, "
+        f"{prompt.images[0].tokens} of them visual; {dtype}, {device}",
+        flush=True,
+    )
+    with torch.no_grad():
+        measure("vision encode", lambda: backbone.see(batch.images), device, args.repeats)
+        visual = backbone.see(batch.images)
+        measure("prefill", lambda: prefill(backbone, batch, visual), device, args.repeats)
+        state, _ = prefill(backbone, batch, visual)
+        measure("8 latents (and both markers)", lambda: think(backbone, state, 8), device, args.repeats)
+        after, _ = think(backbone, state, 8)
+        sampling = Sampling(temperature=1.0, max_new=32, stop=None)
+        backbone.eos_ids = ()
+        measure("rollout 8 x 32 tokens", lambda: decode(backbone, after, 8, sampling), device, args.repeats)
+    for memory in ("cached", "checkpointed-prefill", "checkpointed"):
+
+        def backward(memory: str = memory) -> None:
+            _, _, z = trajectory(backbone, batch, visual, latents=8, memory=memory)  # type: ignore[arg-type]
+            z.float().pow(2).mean().backward()
+            for parameter in backbone.model.parameters():
+                parameter.grad = None
+
+        measure(f"prefill + 8 latents + backward, {memory}", backward, device, args.repeats)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--preset", nargs="+", default=["Qwen2.5-VL-7B", "Qwen3-VL-8B"], choices=list(PRESETS))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rows", type=int, default=40)
+    parser.add_argument("--cols", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=None, help="fewer decoder layers, to try the script out")
+    parser.add_argument("--repeats", type=int, default=2)
+    args = parser.parse_args()
+    for preset in args.preset:
+        run(preset, torch.device(args.device), getattr(torch, args.dtype), args)
+        if args.device.startswith("cuda"):
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

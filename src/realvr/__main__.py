@@ -1,0 +1,3 @@
+from realvr.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,98 @@
+"""The command line: a table of verbs, each imported only when it is used.
+
+Adding a verb means adding a line to ``COMMANDS`` and a plain function whose parameters are its options. Nothing is
+imported here that needs torch, so help and the data commands answer at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import NamedTuple
+
+from realvr import __version__
+from realvr.errors import UserError
+
+
+class Command(NamedTuple):
+    module: str
+    function: str
+    summary: str
+
+
+COMMANDS: dict[str, Command] = {
+    "env": Command("realvr.commands.env", "env", "Versions, devices and engines found on this machine."),
+    "new": Command("realvr.commands.new", "new", "Make a small random model of any family, to dry-run everything."),
+    "ask": Command("realvr.commands.ask", "ask", "Ask a model a question about one or more images."),
+    "demo": Command("realvr.commands.demo", "demo", "A model of each family answers a question through the real path."),
+}
+
+_EXAMPLES = """\
+examples:
+  realvr env
+  realvr new --family qwen3-vl --size tiny runs/tiny
+  realvr ask runs/tiny photo.png "What colour is the circle?" --latents 4
+  realvr ask --help"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit code. 2 means that the input was wrong, and one line on stderr says what."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(args)
+    except UserError as error:
+        print(f"realvr: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("realvr: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader went away (`realvr … | head`): not an error. Keep the interpreter from flushing into the closed
+        # pipe.
+        sys.stdout = None  # type: ignore[assignment]
+        return 0
+
+
+def _dispatch(args: list[str]) -> int:
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if args[0] in ("-V", "--version"):
+        print(f"realvr {__version__}")
+        return 0
+    for words in (2, 1):
+        name = " ".join(args[:words])
+        if name in COMMANDS:
+            return _run(name, args[words:])
+    group = [name for name in COMMANDS if name.startswith(args[0] + " ")]
+    if group:
+        if len(args) == 1 or args[1] in ("-h", "--help"):
+            print(_help(group))
+            return 0
+        raise UserError(f"'{' '.join(args[:2])}' is not a command; commands: {', '.join(group)}")
+    close = get_close_matches(args[0], COMMANDS, n=1)
+    hint = f"; did you mean '{close[0]}'?" if close else ""
+    raise UserError(f"'{args[0]}' is not a command{hint} (realvr --help lists them)")
+
+
+def _run(name: str, args: list[str]) -> int:
+    import tyro
+
+    command = COMMANDS[name]
+    function = getattr(importlib.import_module(command.module), command.function)
+    # The docstring up to its Args section is shown as it stands, examples included.
+    text = (inspect.getdoc(function) or command.summary).split("\nArgs:")[0].strip()
+    code = tyro.cli(function, prog=f"realvr {name}", description=text, args=args)
+    return int(code or 0)
+
+
+def _help(names: Sequence[str] | None = None) -> str:
+    width = max(len(name) for name in COMMANDS)
+    lines = [f"  {name:<{width}}  {COMMANDS[name].summary}" for name in names or COMMANDS]
+    head = (
+        f"realvr {__version__}: latent visual reasoning in vision-language models\n\nusage: realvr COMMAND [options]\n"
+    )
+    return "\n".join([head, "commands:", *lines, "", _EXAMPLES if names is None else "COMMAND --help explains each."])

@@ -1,0 +1,40 @@
+"""The differentiable latent trajectory: K free-running steps with gradients through the recurrence and the prompt.
+
+Three exact memory modes. ``cached`` keeps every activation and a copy of the keys and values per step.
+``checkpointed-prefill`` recomputes the prompt's layers in backward. ``checkpointed`` also recomputes the steps'
+layers, so that no joined copy of keys and values outlives its step. All three give the same numbers: keys and values
+travel with the pass, not in a cache object that HF gradient checkpointing would drop.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from realvr.backbone.backbone import Backbone, VisualTokens
+from realvr.backbone.batch import Batch
+from realvr.errors import UserError
+from realvr.latent.engine import prefill, think
+from realvr.latent.state import State
+
+Memory = Literal["cached", "checkpointed-prefill", "checkpointed"]
+
+
+def trajectory(
+    backbone: Backbone,
+    batch: Batch,
+    visual: VisualTokens | None = None,
+    *,
+    latents: int | None = None,
+    memory: Memory = "cached",
+) -> tuple[State, State, Tensor]:
+    """Prefill and K latent steps; returns the state of the prompt, the state after the span, and z (B, K, D).
+
+    The prompt's state is returned too because one differentiable prefill serves more than the trajectory.
+    """
+    if memory not in get_args(Memory):
+        raise UserError(f"memory is '{memory}': choose one of {', '.join(get_args(Memory))}")
+    prompt, _ = prefill(backbone, batch, visual, checkpointed=memory != "cached")
+    after, z_BKD = think(backbone, prompt, latents, checkpointed=memory == "checkpointed")
+    return prompt, after, z_BKD

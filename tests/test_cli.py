@@ -1,0 +1,155 @@
+"""The command line as a user meets it: real processes, exit codes, one-line errors, no torch where none is needed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from realvr.cli import COMMANDS, main
+
+
+def run(*args: str | Path, code: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "realvr", *map(str, args)] if code is None else [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("cli") / "model"
+    done = run("new", "--family", "qwen3-vl", "--size", "tiny", directory)
+    assert done.returncode == 0, done.stderr
+    assert str(directory) in done.stdout
+    return directory
+
+
+@pytest.fixture(scope="module")
+def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cli") / "picture.png"
+    Image.new("RGB", (96, 64), (200, 30, 30)).save(path)
+    return path
+
+
+def test_help_lists_every_command_with_examples() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in COMMANDS)
+    assert "examples:" in done.stdout
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_each_command_explains_itself_without_importing_torch(name: str) -> None:
+    code = (
+        "import sys\nfrom realvr.cli import main\n"
+        f"try:\n    main({[*name.split(), '--help']!r})\nexcept SystemExit as end:\n    assert not end.code\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+    )
+    done = run(code=code)
+    assert done.returncode == 0, done.stderr
+    assert f"realvr {name}" in done.stdout.split("Examples:")[1]
+
+
+def test_env_reports_versions_devices_and_engines() -> None:
+    import torch
+    import transformers
+
+    found = json.loads(run("env", "--json").stdout)
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["transformers"] == transformers.__version__
+    assert "cpu" in found["devices"]
+    assert "DeepSpeed ZeRO" in found["engines"]
+    assert transformers.__version__ in run("env").stdout
+
+
+def test_ask_prints_the_answer_and_json_has_the_promised_keys(model: Path, picture: Path) -> None:
+    options = ("--latents", "3", "--max-new", "6", "--device", "cpu")
+    plain = run("ask", model, picture, "What colour?", *options)
+    assert plain.returncode == 0, plain.stderr
+    done = run("ask", model, picture, "What colour?", *options, "--json")
+    result = json.loads(done.stdout)
+    assert plain.stdout.strip() == result["answer"]
+    assert result["latents"] == 3 and len(result["latent_norms"]) == 3
+    assert result["finish_reason"] in ("eos", "stop", "length")
+    assert isinstance(result["text"], str) and result["seconds"] > 0
+    assert "untrained" in done.stderr  # the markers of a new model were never trained: said, but not on stdout
+
+
+def test_ask_without_latents_has_no_span(model: Path, picture: Path) -> None:
+    options = ("--latents", "0", "--max-new", "4", "--device", "cpu", "--json")
+    result = json.loads(run("ask", model, picture, picture, "Same?", *options).stdout)
+    assert result["latent_norms"] == [] and len(result["visual_tokens"]) == 2
+
+
+def test_ask_takes_the_first_answer_block() -> None:
+    from realvr.commands.ask import extract
+
+    assert extract("so <answer> B </answer> and <answer>C</answer>") == "B"
+    assert extract("  no block ") == "no block"
+
+
+def errors(tmp_path: Path, model: Path, picture: Path) -> dict[str, tuple[tuple[str | Path, ...], str]]:
+    text, truncated, empty = tmp_path / "notes.png", tmp_path / "cut.png", tmp_path / "empty.png"
+    text.write_text("not an image")
+    truncated.write_bytes(picture.read_bytes()[:-30])
+    empty.write_bytes(b"")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({"model_type": "llava"}))
+    question = "What?"
+    return {
+        "missing model": (("ask", tmp_path / "nope", picture, question), "nope does not exist"),
+        "unsupported model": (("ask", other, picture, question), "supported are qwen2.5-vl"),
+        "missing image": (("ask", model, tmp_path / "no.png", question), "no.png does not exist"),
+        "not an image": (("ask", model, text, question), "notes.png"),
+        "truncated image": (("ask", model, truncated, question), "cut.png"),
+        "empty image": (("ask", model, empty, question), "empty.png"),
+        "negative latents": (("ask", model, picture, question, "--latents", "-1"), "--latents is -1"),
+        "negative temperature": (("ask", model, picture, question, "--temperature", "-1"), "temperature is -1"),
+        "no question": (("ask", model), "no question"),
+        "prompt too long": (("ask", model, picture, "#9?" * 20000, "--device", "cpu"), "context"),
+        "unknown dtype": (("ask", model, picture, question, "--dtype", "int3"), "int3"),
+        "unknown device": (("ask", model, picture, question, "--device", "toaster"), "toaster"),
+        "unknown family": (("new", "--family", "bert", tmp_path / "x"), "qwen2.5-vl"),
+        "unknown size": (("new", "--family", "gemma3", "--size", "huge", tmp_path / "x"), "huge"),
+        "directory in use": (("new", "--family", "gemma3", model), "not empty"),
+        "unknown command": (("axk",), "did you mean 'ask'"),
+    }
+
+
+def test_wrong_input_is_one_line_and_exit_code_2(
+    tmp_path: Path, model: Path, picture: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, (args, expected) in errors(tmp_path, model, picture).items():
+        code = main([str(arg) for arg in args])
+        out, message = capsys.readouterr()
+        message = message.strip()
+        assert code == 2, f"{name}: exit code {code}\n{message}"
+        assert expected in message, f"{name}: {message}"
+        assert len(message.splitlines()) == 1 and message.startswith("realvr: error: "), f"{name}: {message}"
+        assert out == "", name
+
+
+def test_an_error_in_a_real_process_has_no_traceback(model: Path, tmp_path: Path) -> None:
+    done = run("ask", model, tmp_path / "no.png", "What?")
+    assert done.returncode == 2
+    assert done.stderr.strip() == f"realvr: error: image {tmp_path / 'no.png'} does not exist"
+
+
+def test_unknown_option_is_exit_code_2(model: Path, picture: Path) -> None:
+    done = run("ask", model, picture, "What?", "--latent", "3")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+
+
+def test_demo_answers_with_every_family(tmp_path: Path) -> None:
+    from realvr.backbone.families import FAMILIES
+
+    done = run("demo", "--out", tmp_path / "demo", "--max-new", "3", "--latents", "2")
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "demo" / "results.json").read_text())
+    assert [row["family"] for row in results] == list(FAMILIES)
+    assert all(len(row["latent_norms"]) == 2 and row["new_tokens"] > 0 for row in results)
+    assert all(family in done.stdout for family in FAMILIES)
