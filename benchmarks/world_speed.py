@@ -47,7 +47,11 @@ def main() -> None:
     def row(what: str, count: int, seconds: float) -> None:
         table.add_row(what, f"{count:,}", f"{seconds:.1f}", f"{count / seconds:,.1f}")
 
-    row(f"scenes of 128x128 drawn, {options.workers} processes", options.scenes, drawing(options.scenes, options.workers))
+    row(
+        f"scenes of 128x128 drawn, {options.workers} processes",
+        options.scenes,
+        drawing(options.scenes, options.workers),
+    )
     for split, count in (("curriculum", 2000), ("train-boxes", 1000), ("counterfactual", 50), ("hrbench-4k", 8)):
         recipe = Recipe(split, count=count)
         start = time.perf_counter()

@@ -89,9 +89,10 @@ def test_marked_surfaces_have_the_brightness_that_the_answer_says():
 
 
 HR = [
-    (huge(3840, 2160), Resize(), (3840, 2160)), (huge(7680, 4320), Resize(), (7680, 4320)),
+    (huge(3840, 2160), Resize(), (3840, 2160)),
+    (huge(7680, 4320), Resize(), (7680, 4320)),
     (huge(192, 192), Resize(48 * 48, 8), (192, 192)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("style", "resize", "size"), HR, ids=["4k", "8k", "small"])

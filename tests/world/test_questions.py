@@ -21,9 +21,12 @@ from realvr.world.solver import Unsolvable, solve, solve_follow_up
 from realvr.world.words import COLORS, SHAPES, WITHHELD_WORDS
 
 CASES = [
-    (easy(48), EASY_KINDS, 1500), (easy(60), EASY_EXTRA_KINDS, 500), (full(128), FULL_KINDS, 2500),
-    (clutter(), CLUTTER_KINDS, 150), (clutter(96, 96), ("color", "shape", "count", "position"), 100),
-]  # fmt: skip
+    (easy(48), EASY_KINDS, 1500),
+    (easy(60), EASY_EXTRA_KINDS, 500),
+    (full(128), FULL_KINDS, 2500),
+    (clutter(), CLUTTER_KINDS, 150),
+    (clutter(96, 96), ("color", "shape", "count", "position"), 100),
+]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +61,10 @@ def test_every_kind_and_every_wording_occurs(posed):
     for wordings in PHRASINGS.values():
         assert len(wordings) >= 2
         for wording in wordings:
-            assert any(wording.split("{")[0].startswith(start) or start.startswith(wording.split("{")[0].strip()) for start in starts)
+            assert any(
+                wording.split("{")[0].startswith(start) or start.startswith(wording.split("{")[0].strip())
+                for start in starts
+            )
 
 
 def test_options_hold_the_answer_once_and_nothing_twice(posed):
@@ -143,7 +149,9 @@ def test_descriptions_say_what_is_there():
     assert (colors > 0).sum() == (shapes > 0).sum() == len(rows)
     for row in rows:
         column, line = row["cell"]
-        assert list(COLORS)[colors[line, column] - 1] == row["color"] and SHAPES[shapes[line, column] - 1] == row["shape"]
+        assert (
+            list(COLORS)[colors[line, column] - 1] == row["color"] and SHAPES[shapes[line, column] - 1] == row["shape"]
+        )
         assert f"{row['color']} {row['shape']} at the {row['region']}" in caption(scene)
 
 

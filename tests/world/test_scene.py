@@ -46,7 +46,9 @@ def test_objects_lie_on_the_canvas_and_apart(seed, which):
 def test_easy_scenes_hold_three_to_five_distinct_objects(seed):
     scene = sample_scene(np.random.default_rng(seed), easy(48))
     assert 3 <= len(scene.objects) <= 5
-    assert len({item.color for item in scene.objects}) == len({item.shape for item in scene.objects}) == len(scene.objects)
+    assert (
+        len({item.color for item in scene.objects}) == len({item.shape for item in scene.objects}) == len(scene.objects)
+    )
     cells = [scene.cell(item) for item in scene.objects]
     assert len(set(cells)) == len(cells)
     for (column, row), item in zip(cells, scene.objects, strict=True):

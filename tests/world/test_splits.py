@@ -29,7 +29,16 @@ def test_no_scene_layout_or_question_is_in_two_splits(everything):
 
 def test_no_leak_either_where_all_splits_share_one_canvas():
     """Same seed, same size, same vocabulary: only the buckets keep them apart."""
-    names = ("curriculum", "curriculum-test", "dialogues", "train-boxes", "train-plain", "validation", "mmvp", "counterfactual")
+    names = (
+        "curriculum",
+        "curriculum-test",
+        "dialogues",
+        "train-boxes",
+        "train-plain",
+        "validation",
+        "mmvp",
+        "counterfactual",
+    )
     assert leaks({name: items(Recipe(name, seed=0, count=40, size=(48, 48))) for name in names}) == []
 
 
@@ -71,8 +80,12 @@ def test_a_longer_split_starts_with_the_shorter_one():
 
 def test_usual_sizes_are_those_of_the_real_benchmarks():
     assert Counter(part for part, _ in Recipe("blink").units()) == {
-        "Counting": 120, "IQ_Test": 150, "Jigsaw": 150, "Relative_Reflectance": 134, "Spatial_Relation": 143,
-    }  # fmt: skip
+        "Counting": 120,
+        "IQ_Test": 150,
+        "Jigsaw": 150,
+        "Relative_Reflectance": 134,
+        "Spatial_Relation": 143,
+    }
     assert len(Recipe("mmvp").units()) == 150 and len(Recipe("hrbench-4k").units()) == 200
     assert Counter(part for part, _ in Recipe("counterfactual").units()) == dict.fromkeys(
         ("color_change", "object_removal", "shape_swap", "spatial_swap"), 512

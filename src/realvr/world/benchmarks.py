@@ -24,23 +24,33 @@ from realvr.world.sampling import Style, easy, full, pick, sample_scene, shows
 from realvr.world.scene import Scene
 
 BLINK_TASKS: dict[str, int] = {
-    "Counting": 120, "IQ_Test": 150, "Jigsaw": 150, "Relative_Reflectance": 134, "Spatial_Relation": 143,
-}  # fmt: skip
+    "Counting": 120,
+    "IQ_Test": 150,
+    "Jigsaw": 150,
+    "Relative_Reflectance": 134,
+    "Spatial_Relation": 143,
+}
 """The five subtasks behind the paper's BLINK number, with the rows of the real validation split."""
 
 ABSENT = "The image does not feature what is asked about"
 """Text of option E in the MME-RealWorld-like benchmark."""
 
 MMVP_EDITS: tuple[tuple[str, str], ...] = (
-    ("color_change", "color"), ("retexture", "texture"), ("turn", "direction"), ("shape_swap", "shape"),
-    ("object_removal", "count"), ("object_removal", "exist"), ("spatial_swap", "relation_x"), ("spatial_swap", "relation_y"),
-)  # fmt: skip
+    ("color_change", "color"),
+    ("retexture", "texture"),
+    ("turn", "direction"),
+    ("shape_swap", "shape"),
+    ("object_removal", "count"),
+    ("object_removal", "exist"),
+    ("spatial_swap", "relation_x"),
+    ("spatial_swap", "relation_y"),
+)
 """The subtle differences between the two pictures of an MMVP-like pair: (edit, kind of question)."""
 
 
 @dataclass(frozen=True)
 class Resize:
-    """What a model will do to a large image before it looks: shrink to ``max_pixels``, cut into ``patch`` pixel squares.
+    """What a model does to a large image before it looks: shrink to ``max_pixels``, cut into squares of ``patch``.
 
     The default is the paper's training limit of 5,120 visual tokens of 28 x 28 pixels.
     """
@@ -60,7 +70,9 @@ def world_style(width: int, height: int) -> Style:
 
 def mmvp_pair(rng: np.random.Generator, index: int, style: Style, buckets: Container[int]) -> tuple[Item, Item]:
     """Two pictures that differ in one detail, one question, two options, different answers. ``index`` counts pairs."""
-    usable = [entry for entry in MMVP_EDITS if style.vocabulary == "full" or entry[1] not in ("texture", "direction", "count")]
+    usable = [
+        entry for entry in MMVP_EDITS if style.vocabulary == "full" or entry[1] not in ("texture", "direction", "count")
+    ]
     edit, kind = usable[index % len(usable)]
     pair = sample_pair(rng, style, edit, changed=True, buckets=buckets, count=2, kinds=(kind,))
     # Which picture comes first must not tell the answer: a removal would always go from more to fewer.
@@ -70,7 +82,9 @@ def mmvp_pair(rng: np.random.Generator, index: int, style: Style, buckets: Conta
     for place, which in enumerate(order):
         number = 2 * index + place + 1
         scene, question = sides[which]
-        items.append(single(str(number), scene, question, f"{number}.png", task="mmvp", pair=str(index + 1), tags={"edit": edit}))
+        items.append(
+            single(str(number), scene, question, f"{number}.png", task="mmvp", pair=str(index + 1), tags={"edit": edit})
+        )
     return items[0], items[1]
 
 
@@ -85,7 +99,10 @@ def blink_item(rng: np.random.Generator, task: str, index: int, style: Style, bu
     return makers[task](rng, style, buckets, name)
 
 
-HR_KINDS: dict[str, tuple[str, ...]] = {"single": ("color", "shape", "direction"), "cross": ("relation_x", "relation_y", "count", "more")}
+HR_KINDS: dict[str, tuple[str, ...]] = {
+    "single": ("color", "shape", "direction"),
+    "cross": ("relation_x", "relation_y", "count", "more"),
+}
 
 
 def hr_items(
@@ -106,9 +123,11 @@ def hr_items(
     sides = [((x1 - x0) * scale, (y1 - y0) * scale) for x0, y0, x1, y1 in question.boxes(scene)]
     smallest = min(sides, key=min)
     meta = {
-        "evidence_px": [round(value, 2) for value in smallest], "resize_max_pixels": resize.max_pixels, "patch": resize.patch,
+        "evidence_px": [round(value, 2) for value in smallest],
+        "resize_max_pixels": resize.max_pixels,
+        "patch": resize.patch,
         "resized": [round(side * scale) for side in scene.size],
-    }  # fmt: skip
+    }
     tags = {"stratum": "visible" if visible else "invisible"}
     shown = _four(question, rng)
     items = []
@@ -116,10 +135,20 @@ def hr_items(
         turned = shown[cycle:] + shown[:cycle]
         items.append(
             replace(
-                single(str(4 * index + cycle), scene, question, f"{index}.jpg", task="hr_bench", category=category, tags=tags),
-                choices=turned, cycle=str(cycle), meta=meta,
+                single(
+                    str(4 * index + cycle),
+                    scene,
+                    question,
+                    f"{index}.jpg",
+                    task="hr_bench",
+                    category=category,
+                    tags=tags,
+                ),
+                choices=turned,
+                cycle=str(cycle),
+                meta=meta,
             )
-        )  # fmt: skip
+        )
     view = items[0].views
     return [replace(item, views=view) for item in items]
 
@@ -132,7 +161,12 @@ def _four(question: Question, rng: np.random.Generator) -> tuple[str, ...]:
 
 
 def _tiny(
-    rng: np.random.Generator, style: Style, kinds: tuple[str, ...], buckets: Container[int], visible: bool, resize: Resize
+    rng: np.random.Generator,
+    style: Style,
+    kinds: tuple[str, ...],
+    buckets: Container[int],
+    visible: bool,
+    resize: Resize,
 ) -> tuple[Scene, Question]:
     """A question whose supporting objects have the wanted size after ``resize``."""
     patch = resize.patch / resize.scale(style.width, style.height)
@@ -140,8 +174,8 @@ def _tiny(
     top = min(high * patch, 0.42 * style.cell)
     if top <= low * patch or top < 4:
         raise UserError(
-            f"canvas {style.width}x{style.height}: no {'' if visible else 'in'}visible object fits when the image is resized to "
-            f"{resize.max_pixels} pixels with patches of {resize.patch}; use another size or resize"
+            f"canvas {style.width}x{style.height}: no {'' if visible else 'in'}visible object fits when the image is "
+            f"resized to {resize.max_pixels} pixels with patches of {resize.patch}; use another size or resize"
         )
     for _ in range(MAX_TRIES):
         scene, question = sample_question(rng, style, kinds, buckets=buckets)
@@ -179,19 +213,28 @@ def mme_item(rng: np.random.Generator, index: int, style: Style, buckets: Contai
         raise UserError(f"{style.name} scenes of {style.width}x{style.height} answer no question of kind {kind!r}")
     number = str(index)
     item = single(
-        number, scene, question, f"{index}.png", task="Reasoning" if kind == "count" else "Perception", category=kind,
+        number,
+        scene,
+        question,
+        f"{index}.png",
+        task="Reasoning" if kind == "count" else "Perception",
+        category=kind,
         tags={"subtask": "Clutter"},
-    )  # fmt: skip
+    )
     return replace(item, choices=(*question.choices, ABSENT) if not absent else question.choices)
 
 
 def _absent(rng: np.random.Generator, scene: Scene, kind: str) -> Question | None:
     """A question about an object that is not there, though others come close."""
-    names: tuple[str, ...] = {"color": ("texture", "shape"), "shape": ("texture", "color")}.get(kind, ("color", "shape"))
+    names: tuple[str, ...] = {"color": ("texture", "shape"), "shape": ("texture", "color")}.get(
+        kind, ("color", "shape")
+    )
     if scene.vocabulary == "easy":
         names = tuple(name for name in names if name != "texture")
     # Words of objects that are there, so that only their combination is missing; a single word must be new.
-    stock = {name: values(name, scene) if len(names) == 1 else [getattr(o, name) for o in scene.objects] for name in names}
+    stock = {
+        name: values(name, scene) if len(names) == 1 else [getattr(o, name) for o in scene.objects] for name in names
+    }
     wish = Description(**{name: pick(rng, stock[name]) for name in names})
     if wish.matches(scene) or wish.texture == "plain":
         return None

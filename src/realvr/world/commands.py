@@ -1,4 +1,7 @@
-"""What ``realvr world`` does: ``make`` writes splits to disk, ``show`` draws a contact sheet. Both return an exit code."""
+"""What ``realvr world`` does: ``make`` writes splits to disk, ``show`` draws a contact sheet. Both return an exit code.
+
+Anything the user can get wrong raises `UserError`.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -25,9 +29,13 @@ from realvr.world.sheet import contact_sheet
 from realvr.world.splits import SPLITS, Recipe, build, samples
 
 FILES = {
-    "visual-cot": "viscot_world.json", "virl39k": "virl39k.parquet", "lvr": "lvr.json", "mmvp": "MMVP", "blink": "BLINK",
+    "visual-cot": "viscot_world.json",
+    "virl39k": "virl39k.parquet",
+    "lvr": "lvr.json",
+    "mmvp": "MMVP",
+    "blink": "BLINK",
     "mme-realworld": "MME_RealWorld.json",
-}  # fmt: skip
+}
 """What the real layouts' files are called, in the split's folder (HR-Bench: see `layout_path`)."""
 
 Format = Literal["all", "jsonl", "real"]
@@ -55,9 +63,15 @@ def layout_path(split: str, folder: Path) -> Path:
 
 
 def recipe_of(
-    split: str, seed: int = 0, count: int | None = None, size: str | None = None, kinds: tuple[str, ...] = (),
-    withheld: Withheld | None = None, resize_pixels: int | None = None, patch: int | None = None,
-) -> Recipe:  # fmt: skip
+    split: str,
+    seed: int = 0,
+    count: int | None = None,
+    size: str | None = None,
+    kinds: tuple[str, ...] = (),
+    withheld: Withheld | None = None,
+    resize_pixels: int | None = None,
+    patch: int | None = None,
+) -> Recipe:
     """The recipe that command-line values stand for."""
     usual = Resize()
     resize = Resize(resize_pixels or usual.max_pixels, patch or usual.patch)
@@ -102,23 +116,43 @@ def _write(recipe: Recipe, folder: Path, format: Format, workers: int, progress:
 
 
 def make(
-    out: Path, split: list[str] | None = None, *, size: str | None = None, seed: int = 0, count: int | None = None,
-    format: Format = "all", kinds: tuple[str, ...] = (), withheld: Withheld | None = None,
-    resize_pixels: int | None = None, patch: int | None = None, workers: int = 2, console: Console | None = None,
-) -> int:  # fmt: skip
-    """Write splits under ``out``, each in a folder of its own.
+    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")],
+    split: tuple[str, ...] = ("all",),
+    size: str | None = None,
+    seed: int = 0,
+    count: int | None = None,
+    format: Format = "all",
+    kinds: tuple[str, ...] = (),
+    withheld: Withheld | None = None,
+    resize_pixels: int | None = None,
+    patch: int | None = None,
+    workers: int = 2,
+) -> int:
+    """Write splits of the embedded world under OUT, each in a folder of its own, in the layout of the real data.
 
-    ``all`` writes our JSONL (everything) and the real layout, ``jsonl`` and ``real`` one of them. ``count`` is the number
-    of units (questions; pairs for MMVP; pairs of each edit; questions in four cycles for HR-Bench).
+    Same seed, same bytes. Example: realvr world make runs/world --split train-boxes mmvp --seed 1
+
+    Args:
+        out: Folder to write to. A split that was made there in another way is never overwritten.
+        split: Names of splits, or all.
+        size: Canvas in pixels: 128, 640x480, 4k or 8k. Left out: each split's own.
+        seed: Fixes every scene and question.
+        count: Questions; pairs for mmvp; pairs of each edit; questions in four cycles for hrbench. Left out: the usual.
+        format: all writes our JSONL, which holds everything, and the real layout; jsonl or real writes one of them.
+        kinds: Kinds of question, for curriculum, dialogues, train-*, validation and counterfactual.
+        withheld: Whether questions may, must not or must refer to something by a withheld word.
+        resize_pixels: Pixels that a model shrinks a large image to (hrbench: decides what is visible).
+        patch: Side in pixels of what one visual token covers after that.
+        workers: Processes.
     """
-    console = console or Console(stderr=True)
-    names = list(SPLITS) if not split or split == ["all"] else split
+    console = Console(stderr=True)
+    names = list(SPLITS) if tuple(split) in ((), ("all",)) else list(split)
     if format not in ("all", "jsonl", "real"):
         raise UserError(f"format {format!r}: choose all, jsonl or real")
     recipes = [recipe_of(name, seed, count, size, kinds, withheld, resize_pixels, patch) for name in names]
     table = Table("split", "rows", "files")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         for recipe in recipes:
             folder = Path(out) / recipe.split
             try:
@@ -132,11 +166,34 @@ def make(
 
 
 def show(
-    out: Path, split: str = "train-boxes", *, size: str | None = None, seed: int = 0, limit: int = 12, columns: int = 4,
-    kinds: tuple[str, ...] = (), withheld: Withheld | None = None, resize_pixels: int | None = None,
-    patch: int | None = None, console: Console | None = None,
-) -> int:  # fmt: skip
-    """Draw the first examples of a split, with questions, answers and boxes, as one PNG at ``out``."""
+    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PNG")],
+    split: str = "train-boxes",
+    size: str | None = None,
+    seed: int = 0,
+    limit: int = 12,
+    columns: int = 4,
+    kinds: tuple[str, ...] = (),
+    withheld: Withheld | None = None,
+    resize_pixels: int | None = None,
+    patch: int | None = None,
+) -> int:
+    """Draw a contact sheet: the first examples of a split with their questions, options, answers and evidence boxes.
+
+    Examples:
+      realvr world show sheet.png --split blink --limit 20
+
+    Args:
+        out: PNG file to write.
+        split: Name of a split.
+        size: Canvas in pixels, as for make.
+        seed: As for make: the same examples.
+        limit: How many examples.
+        columns: How many in a row.
+        kinds: Kinds of question, as for make.
+        withheld: As for make.
+        resize_pixels: As for make.
+        patch: As for make.
+    """
     if limit < 1 or columns < 1:
         raise UserError(f"limit {limit} and columns {columns} must be at least 1")
     recipe = recipe_of(split, seed, None, size, kinds, withheld, resize_pixels, patch)
@@ -147,7 +204,7 @@ def show(
         contact_sheet(chosen, columns).save(path, "PNG", optimize=True)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be written ({error})") from None
-    (console or Console(stderr=True)).print(f"{len(chosen)} examples of {split} in {path}")
+    Console(stderr=True, soft_wrap=True).print(f"{len(chosen)} examples of {split} in {path}", highlight=False)
     return 0
 
 

@@ -42,11 +42,17 @@ def table(scene: Scene) -> list[dict[str, Any]]:
     """One row an object, in reading order, with its pixel box and layout cell (column, row)."""
     return [
         {
-            "shape": item.shape, "color": item.color, "size": item.size, "texture": item.texture, "direction": item.direction,
-            "region": scene.region(item, margin=0), "cell": list(scene.cell(item)), "box": list(item.box),
+            "shape": item.shape,
+            "color": item.color,
+            "size": item.size,
+            "texture": item.texture,
+            "direction": item.direction,
+            "region": scene.region(item, margin=0),
+            "cell": list(scene.cell(item)),
+            "box": list(item.box),
         }
         for item in _reading_order(scene)
-    ]  # fmt: skip
+    ]
 
 
 def cell_labels(scene: Scene) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

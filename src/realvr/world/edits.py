@@ -36,7 +36,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "shape_swap": ("shape", "at_shape", "extreme_shape", "count", "exist"),
     "spatial_swap": ("position", "at_color", "at_shape", "relation_x", "relation_y", "holds"),
 }
-"""What is asked under each edit: the same kinds for changed pairs and controls, so that a question gives nothing away."""
+"""What is asked under each edit: the same for changed pairs and controls, so that a question gives nothing away."""
 
 
 def kinds_for(edit: str, style: Style) -> tuple[str, ...]:
@@ -137,15 +137,24 @@ def retexture(rng: np.random.Generator, scene: Scene, index: int) -> Edited | No
 
 
 EDITORS: dict[str, Editor] = {
-    "color_change": recolor, "object_removal": remove, "shape_swap": reshape, "spatial_swap": swap,
-    "turn": turn, "retexture": retexture,
-}  # fmt: skip
+    "color_change": recolor,
+    "object_removal": remove,
+    "shape_swap": reshape,
+    "spatial_swap": swap,
+    "turn": turn,
+    "retexture": retexture,
+}
 
 
 def edit_pair(
-    rng: np.random.Generator, scene: Scene, question: Question, edit: str, *, changed: bool,
+    rng: np.random.Generator,
+    scene: Scene,
+    question: Question,
+    edit: str,
+    *,
+    changed: bool,
     buckets: Container[int] = ANY_BUCKET,
-) -> Pair | None:  # fmt: skip
+) -> Pair | None:
     """An edit of ``scene`` that does, or does not, change the answer; None where a few tries find none."""
     inside = set(question.evidence)
     targets = [k for k in range(len(scene.objects)) if (k in inside) == changed]
@@ -166,9 +175,15 @@ def edit_pair(
 
 
 def sample_pair(
-    rng: np.random.Generator, style: Style, edit: str, *, changed: bool, buckets: Container[int] = ANY_BUCKET,
-    count: int = 4, kinds: tuple[str, ...] | None = None,
-) -> Pair:  # fmt: skip
+    rng: np.random.Generator,
+    style: Style,
+    edit: str,
+    *,
+    changed: bool,
+    buckets: Container[int] = ANY_BUCKET,
+    count: int = 4,
+    kinds: tuple[str, ...] | None = None,
+) -> Pair:
     """A pair with the same words and the same options on both sides; both layouts lie in ``buckets``."""
     kind = pick(rng, kinds or kinds_for(edit, style))
     for _ in range(MAX_TRIES * 4):

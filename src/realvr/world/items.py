@@ -91,12 +91,25 @@ class Item:
             images = [ImageRef.from_bytes(view.name, view.encode()) for view in self.views]
         turns = []
         for k, (question, reply) in enumerate(self.earlier):
-            turns += [Message("user", question, tuple(range(len(images))) if k == 0 else ()), Message("assistant", reply)]
+            turns += [
+                Message("user", question, tuple(range(len(images))) if k == 0 else ()),
+                Message("assistant", reply),
+            ]
         turns.append(Message("user", self.text, () if self.earlier else tuple(range(len(images)))))
         return Sample(
-            self.id, images, turns, self.letter or self.answer, list(self.choices), self.fractions(), task=self.task,
-            category=self.category, tags=dict(self.tags), pair=self.pair, cycle=self.cycle, meta=dict(self.meta),
-        )  # fmt: skip
+            self.id,
+            images,
+            turns,
+            self.letter or self.answer,
+            list(self.choices),
+            self.fractions(),
+            task=self.task,
+            category=self.category,
+            tags=dict(self.tags),
+            pair=self.pair,
+            cycle=self.cycle,
+            meta=dict(self.meta),
+        )
 
 
 def single(id: str, scene: Scene, question: Question, name: str, **fields: Any) -> Item:
@@ -104,6 +117,13 @@ def single(id: str, scene: Scene, question: Question, name: str, **fields: Any) 
     boxes = tuple((0, box) for box in question.boxes(scene))
     tags = {"kind": question.kind, "withheld": "yes" if question.query.withheld() else "no"} | fields.pop("tags", {})
     return Item(
-        id, (View(scene, name),), question.text, question.answer, question.choices, boxes, question.kind, tags=tags,
+        id,
+        (View(scene, name),),
+        question.text,
+        question.answer,
+        question.choices,
+        boxes,
+        question.kind,
+        tags=tags,
         **fields,
-    )  # fmt: skip
+    )

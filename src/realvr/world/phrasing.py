@@ -62,4 +62,4 @@ def phrase(query: Query, variant: int) -> str:
     place = SIDE_PHRASES.get(query.place, query.place)
     return wordings[variant % len(wordings)].format(
         a=a, b=b, p=place, an_a=with_article(a), **{"as": plural(a), "bs": plural(b)}
-    )  # fmt: skip
+    )

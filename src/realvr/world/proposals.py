@@ -45,7 +45,9 @@ def values(attribute: str, scene: Scene) -> tuple[str, ...]:
         easy = {"color": EASY_COLORS, "shape": EASY_SHAPES}
         if attribute in easy:
             return easy[attribute]
-    return {"color": FULL_COLORS, "shape": SHAPES, "texture": TEXTURES, "size": SIZES, "direction": DIRECTIONS}[attribute]
+    return {"color": FULL_COLORS, "shape": SHAPES, "texture": TEXTURES, "size": SIZES, "direction": DIRECTIONS}[
+        attribute
+    ]
 
 
 def aim(options: tuple[str, ...], u: float) -> str:
@@ -72,9 +74,11 @@ def _attribute(attribute: str) -> Proposer:
 def _phrases(scene: Scene) -> list[Description]:
     """Phrases of one or two attributes made of what the scene holds."""
     seen = {
-        (name, getattr(item, name)) for item in scene.objects for name in ("color", "shape", "texture")
+        (name, getattr(item, name))
+        for item in scene.objects
+        for name in ("color", "shape", "texture")
         if getattr(item, name) != "plain"
-    }  # fmt: skip
+    }
     parts = sorted(seen)
     pairs = [{p[0]: p[1], q[0]: q[1]} for p, q in combinations(parts, 2) if p[0] != q[0]]
     return [Description(**{name: value}) for name, value in parts] + [Description(**pair) for pair in pairs]
@@ -119,7 +123,9 @@ def _extreme(kind: str) -> Proposer:
     return lambda scene, rng, u: Query(kind, place=pick(rng, EXTREMES))
 
 
-def _two(scene: Scene, rng: np.random.Generator, a: int, b: int, without: tuple[str, ...] = ()) -> tuple[Description, Description] | None:
+def _two(
+    scene: Scene, rng: np.random.Generator, a: int, b: int, without: tuple[str, ...] = ()
+) -> tuple[Description, Description] | None:
     first, second = describe_uniquely(scene, a, rng, without), describe_uniquely(scene, b, rng, without)
     return (first, second) if first and second else None
 
@@ -145,7 +151,9 @@ def _relation(kind: str) -> Proposer:
 
 
 def _front(scene: Scene, rng: np.random.Generator, u: float) -> Query | None:
-    pairs = [(i, j) for i, j in combinations(range(len(scene.objects)), 2) if overlap(scene.objects[i], scene.objects[j])]
+    pairs = [
+        (i, j) for i, j in combinations(range(len(scene.objects)), 2) if overlap(scene.objects[i], scene.objects[j])
+    ]
     if not pairs:
         return None
     low, high = pick(rng, pairs)
@@ -177,8 +185,17 @@ def _more(scene: Scene, rng: np.random.Generator, u: float) -> Query | None:
 
 PROPOSERS: dict[str, Proposer] = {
     **{name: _attribute(name) for name in ATTRIBUTES},
-    "count": _count, "exist": _exist, "position": _position, "at_color": _at("at_color"), "at_shape": _at("at_shape"),
-    "relation_x": _relation("relation_x"), "relation_y": _relation("relation_y"), "holds": _relation("holds"),
-    "front": _front, "bigger": _bigger, "more": _more,
-    "extreme_color": _extreme("extreme_color"), "extreme_shape": _extreme("extreme_shape"),
-}  # fmt: skip
+    "count": _count,
+    "exist": _exist,
+    "position": _position,
+    "at_color": _at("at_color"),
+    "at_shape": _at("at_shape"),
+    "relation_x": _relation("relation_x"),
+    "relation_y": _relation("relation_y"),
+    "holds": _relation("holds"),
+    "front": _front,
+    "bigger": _bigger,
+    "more": _more,
+    "extreme_color": _extreme("extreme_color"),
+    "extreme_shape": _extreme("extreme_shape"),
+}

@@ -30,7 +30,9 @@ def solve_pattern(scene: Scene) -> str:
     frames = sorted((mark.box for mark in scene.marks if mark.kind == "frame"), key=lambda box: (box[1], box[0]))
     seen = [_read(scene, frame) for frame in frames]
     row, offered = seen[:3], seen[3:]
-    fitting = [k for k, panel in enumerate(offered) if all(_follows([p[i] for p in row], panel[i], i) for i in range(4))]
+    fitting = [
+        k for k, panel in enumerate(offered) if all(_follows([p[i] for p in row], panel[i], i) for i in range(4))
+    ]
     if len(fitting) != 1:
         raise Unsolvable(f"{len(fitting)} options continue the row")
     return "ABCD"[fitting[0]]

@@ -33,9 +33,15 @@ def jigsaw(rng: np.random.Generator, style: Style, buckets: Container[int], name
     scenes = (whole, other) if right else (other, whole)
     views = (View(holed, f"{name}_1.png"), *(View(s, f"{name}_{k + 2}.png", gap) for k, s in enumerate(scenes)))
     return Item(
-        name, views, pick(rng, JIGSAW_TEXTS), SECOND if right else THIRD, (SECOND, THIRD),
-        tuple((0, whole.objects[k].box) for k in crossing), "jigsaw", task="Jigsaw",
-    )  # fmt: skip
+        name,
+        views,
+        pick(rng, JIGSAW_TEXTS),
+        SECOND if right else THIRD,
+        (SECOND, THIRD),
+        tuple((0, whole.objects[k].box) for k in crossing),
+        "jigsaw",
+        task="Jigsaw",
+    )
 
 
 JIGSAW_TEXTS = (
@@ -53,9 +59,10 @@ def _crossing(rng: np.random.Generator, style: Style, scene: Scene) -> tuple[Sce
         (int(width * rng.uniform(0.68, 0.84)), height // 2),
     ]
     kept = [
-        item for item in scene.objects
+        item
+        for item in scene.objects
         if all(max(abs(item.x - x), abs(item.y - y)) > item.radius + 1.3 * radius for x, y in spots)
-    ]  # fmt: skip
+    ]
     easy = style.vocabulary == "easy"
     colors = rng.permutation(len(EASY_COLORS))
     for (x, y), color in zip(spots, colors[:2], strict=True):
@@ -88,9 +95,15 @@ def brightness(rng: np.random.Generator, style: Style, buckets: Container[int], 
     scene = replace(scene, background=sample_background(rng, style))
     boxes = tuple((0, item.box) for item in scene.objects[:2])
     return Item(
-        name, (View(scene, f"{name}_1.png"),), pick(rng, BRIGHTNESS_TEXTS), answer, DARKER, boxes, "brightness",
+        name,
+        (View(scene, f"{name}_1.png"),),
+        pick(rng, BRIGHTNESS_TEXTS),
+        answer,
+        DARKER,
+        boxes,
+        "brightness",
         task="Relative_Reflectance",
-    )  # fmt: skip
+    )
 
 
 BRIGHTNESS_TEXTS = (
@@ -141,9 +154,15 @@ def pattern(rng: np.random.Generator, style: Style, buckets: Container[int], nam
     frames = tuple((0, mark.box) for mark in scene.marks if mark.kind == "frame")
     right = order.index(0)
     return Item(
-        name, (View(scene, f"{name}_1.png"),), pick(rng, PATTERN_TEXTS), "ABCD"[right], ("A", "B", "C", "D"),
-        (*frames[:3], frames[3 + right]), "pattern", task="IQ_Test",
-    )  # fmt: skip
+        name,
+        (View(scene, f"{name}_1.png"),),
+        pick(rng, PATTERN_TEXTS),
+        "ABCD"[right],
+        ("A", "B", "C", "D"),
+        (*frames[:3], frames[3 + right]),
+        "pattern",
+        task="IQ_Test",
+    )
 
 
 PATTERN_TEXTS = (
@@ -207,4 +226,7 @@ def _fill_panel(panel: Panel, x: int, y: int, side: int) -> list[Object]:
     else:
         spots, radius = [(0.27, 0.27), (0.73, 0.27), (0.27, 0.73), (0.73, 0.73)][: panel.count], side * 0.19
     size = round(radius * 2) / 2
-    return [Object(panel.shape, panel.color, int(x + fx * side), int(y + fy * side), size, rotation=turn) for fx, fy in spots]
+    return [
+        Object(panel.shape, panel.color, int(x + fx * side), int(y + fy * side), size, rotation=turn)
+        for fx, fy in spots
+    ]

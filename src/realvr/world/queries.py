@@ -1,7 +1,7 @@
 """What a question asks, as data, and its answer in a given scene.
 
-A query is independent of its wording. `evaluate` returns None where the scene leaves room for doubt (two objects fit the
-description, centres too close to call), and such a question is never posed.
+A query is independent of its wording. `evaluate` returns None where the scene leaves room for doubt (two objects fit
+the description, centres too close to call), and such a question is never posed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Description:
 
 @dataclass(frozen=True)
 class Query:
-    """``kind`` names a row of `realvr.world.phrasing.PHRASINGS`; ``a`` and ``b`` are what it is about, ``place`` where."""
+    """``kind`` names a row of `phrasing.PHRASINGS`; ``a`` and ``b`` are what it is about, ``place`` is where."""
 
     kind: str
     a: Description = Description()
@@ -193,10 +193,20 @@ def _extreme(query: Query, scene: Scene) -> Outcome | None:
 
 _EVALUATORS = {
     **dict.fromkeys(ATTRIBUTES, _attribute),
-    "count": _count, "exist": _exist, "position": _position, "at_color": _at, "at_shape": _at,
-    "relation_x": _relation, "relation_y": _relation, "holds": _relation, "front": _front, "bigger": _bigger,
-    "more": _more, "extreme_color": _extreme, "extreme_shape": _extreme,
-}  # fmt: skip
+    "count": _count,
+    "exist": _exist,
+    "position": _position,
+    "at_color": _at,
+    "at_shape": _at,
+    "relation_x": _relation,
+    "relation_y": _relation,
+    "holds": _relation,
+    "front": _front,
+    "bigger": _bigger,
+    "more": _more,
+    "extreme_color": _extreme,
+    "extreme_shape": _extreme,
+}
 
 
 def evaluate(query: Query, scene: Scene) -> Outcome | None:

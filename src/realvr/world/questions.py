@@ -20,14 +20,45 @@ LETTERS = "ABCDEFGH"
 EASY_KINDS: tuple[str, ...] = ("color", "shape", "at_color", "at_shape", "position")
 """The five templates of the curriculum."""
 EASY_EXTRA_KINDS: tuple[str, ...] = (
-    "exist", "count", "relation_x", "relation_y", "holds", "extreme_color", "extreme_shape",
-)  # fmt: skip
+    "exist",
+    "count",
+    "relation_x",
+    "relation_y",
+    "holds",
+    "extreme_color",
+    "extreme_shape",
+)
 """Further kinds that easy scenes can answer, for who wants them in the mixture."""
 FULL_KINDS: tuple[str, ...] = (
-    "color", "shape", "texture", "size", "direction", "count", "exist", "position", "at_color", "at_shape",
-    "relation_x", "relation_y", "holds", "front", "bigger", "more", "extreme_color", "extreme_shape",
-)  # fmt: skip
-CLUTTER_KINDS: tuple[str, ...] = ("color", "shape", "texture", "direction", "count", "exist", "relation_x", "relation_y")
+    "color",
+    "shape",
+    "texture",
+    "size",
+    "direction",
+    "count",
+    "exist",
+    "position",
+    "at_color",
+    "at_shape",
+    "relation_x",
+    "relation_y",
+    "holds",
+    "front",
+    "bigger",
+    "more",
+    "extreme_color",
+    "extreme_shape",
+)
+CLUTTER_KINDS: tuple[str, ...] = (
+    "color",
+    "shape",
+    "texture",
+    "direction",
+    "count",
+    "exist",
+    "relation_x",
+    "relation_y",
+)
 """Kinds that still have a clear answer among dozens of objects."""
 
 Withheld = Literal["any", "exclude", "only"]
@@ -84,10 +115,14 @@ def _pool(query: Query, answer: str, scene: Scene, rng: np.random.Generator, cou
         mixed = [REGIONS[k] for k in rng.permutation(len(REGIONS))]
         return sorted((value for value in mixed if value != answer), key=lambda value: value not in shown)
     whole = {
-        "exist": ("yes", "no"), "holds": ("yes", "no"), "relation_x": SIDES[:2], "relation_y": SIDES[2:],
-        "front": (f"the {query.a}", f"the {query.b}"), "bigger": (f"the {query.a}", f"the {query.b}"),
+        "exist": ("yes", "no"),
+        "holds": ("yes", "no"),
+        "relation_x": SIDES[:2],
+        "relation_y": SIDES[2:],
+        "front": (f"the {query.a}", f"the {query.b}"),
+        "bigger": (f"the {query.a}", f"the {query.b}"),
         "more": (plural(str(query.a)), plural(str(query.b)), SAME),
-    }[query.kind]  # fmt: skip
+    }[query.kind]
     return [value for value in whole if value != answer]
 
 
@@ -108,9 +143,14 @@ def compose(query: Query, scene: Scene, rng: np.random.Generator, count: int = 4
 
 
 def ask(
-    scene: Scene, kind: str, rng: np.random.Generator, u: float | None = None, *, count: int = 4,
+    scene: Scene,
+    kind: str,
+    rng: np.random.Generator,
+    u: float | None = None,
+    *,
+    count: int = 4,
     withheld: Withheld = "any",
-) -> Question | None:  # fmt: skip
+) -> Question | None:
     """A question of one kind about this scene, aimed at the answer ``u`` stands for; None where it offers none."""
     query = PROPOSERS[kind](scene, rng, rng.random() if u is None else u)
     if query is None or (withheld != "any" and query.withheld() != (withheld == "only")):
@@ -119,10 +159,15 @@ def ask(
 
 
 def sample_question(
-    rng: np.random.Generator, style: Style, kinds: tuple[str, ...], *, buckets: Container[int] = ANY_BUCKET, count: int = 4,
+    rng: np.random.Generator,
+    style: Style,
+    kinds: tuple[str, ...],
+    *,
+    buckets: Container[int] = ANY_BUCKET,
+    count: int = 4,
     withheld: Withheld = "any",
-) -> tuple[Scene, Question]:  # fmt: skip
-    """A scene and a question about it. Kind and wanted answer are fixed first, then scenes are tried until one serves."""
+) -> tuple[Scene, Question]:
+    """A scene and a question about it: kind and wanted answer are fixed first, then scenes tried until one serves."""
     kind, u = pick(rng, kinds), rng.random()
     for _ in range(MAX_TRIES):
         scene = sample_scene(rng, style, buckets)

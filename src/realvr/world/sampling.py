@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from realvr.errors import UserError
 from realvr.world.scene import BUCKETS, Background, Object, Scene, bucket_of
 from realvr.world.words import COLORS, EASY_COLORS, EASY_SHAPES, RARE_COLORS, RARE_SHAPES, SHAPES
 
+T = TypeVar("T")
 ANY_BUCKET = range(BUCKETS)
 COMMON_COLORS = tuple(name for name in COLORS if name not in RARE_COLORS and name != "gray")
 COMMON_SHAPES = tuple(name for name in SHAPES if name not in RARE_SHAPES)
@@ -33,7 +35,7 @@ class Style:
     cells: tuple[int, int]
     objects: tuple[int, int]
     palette: int = 4
-    """Common colors and, less one, common shapes in one scene: few, so that objects share them and must be told apart."""
+    """Common colors and, less one, common shapes in one scene: few, so that objects share them."""
     overlap: float = 0.0
     """Chance that two neighbours are pushed over each other."""
     vocabulary: str = "full"
@@ -81,7 +83,7 @@ def style_for(width: int, height: int | None = None) -> Style:
     return replace(full(), width=width, height=height)
 
 
-def pick(rng: np.random.Generator, options):  # type: ignore[no-untyped-def]
+def pick(rng: np.random.Generator, options: Sequence[T]) -> T:
     """One element of a sequence; `Generator.choice` costs ten times as much."""
     return options[int(rng.integers(len(options)))]
 
@@ -211,7 +213,9 @@ def sample_scene(rng: np.random.Generator, style: Style, buckets: Container[int]
         cells, colors = _arrange(rng, style, buckets)
         chances = rng.random((len(cells), 5)).tolist()
         objects = []
-        for cell, color, (shape, texture), u in zip(cells, colors, _shapes(rng, style, len(cells)), chances, strict=True):
+        for cell, color, (shape, texture), u in zip(
+            cells, colors, _shapes(rng, style, len(cells)), chances, strict=True
+        ):
             size, radius = _size(style, u[0])
             texture = texture if shows(shape, size, radius, texture) else "plain"
             x, y = place(style, cell, radius, u[1], u[2])

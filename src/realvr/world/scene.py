@@ -153,5 +153,11 @@ def scene_from_dict(value: dict[str, Any]) -> Scene:
     marks = tuple(Mark(mark["kind"], tuple(mark["box"]), mark["text"]) for mark in value["marks"])
     objects = tuple(Object(**item) for item in value["objects"])
     return Scene(
-        value["width"], value["height"], objects, Background(**background), tuple(value["grid"]), marks, value["vocabulary"]
-    )  # fmt: skip
+        value["width"],
+        value["height"],
+        objects,
+        Background(**background),
+        tuple(value["grid"]),
+        marks,
+        value["vocabulary"],
+    )

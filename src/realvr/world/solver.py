@@ -15,7 +15,13 @@ _SIZE = ("small", "large")
 _FILL = ("plain", "striped", "dotted", "checkered")
 _HUE = ("red", "green", "blue", "yellow", "orange", "purple", "cyan", "pink", "brown", "white", "black", "gray")
 _FORM = ("circle", "square", "triangle", "star", "heart", "cross", "ring", "moon", "arrow", "hexagon")
-_NOUN = r"((?:(?:small|large|plain|striped|dotted|checkered|" + "|".join(_HUE) + r") )*(?:object|" + "|".join(_FORM) + r")(?:e?s)?)\b"
+_NOUN = (
+    r"((?:(?:small|large|plain|striped|dotted|checkered|"
+    + "|".join(_HUE)
+    + r") )*(?:object|"
+    + "|".join(_FORM)
+    + r")(?:e?s)?)\b"
+)
 
 Row = dict[str, Any]
 
@@ -30,10 +36,17 @@ def _rows(scene: Scene) -> list[Row]:
     for order, item in enumerate(scene.objects):
         turn = ((item.rotation + 45) // 90) % 4
         row: Row = {
-            "order": order, "form": item.shape, "hue": item.color, "size": item.size, "fill": item.texture,
-            "x": (item.x + 0.5) / scene.width, "y": (item.y + 0.5) / scene.height, "radius": item.radius,
-            "shade": item.shade, "heading": ("up", "right", "down", "left")[turn] if item.shape == "arrow" else "",
-        }  # fmt: skip
+            "order": order,
+            "form": item.shape,
+            "hue": item.color,
+            "size": item.size,
+            "fill": item.texture,
+            "x": (item.x + 0.5) / scene.width,
+            "y": (item.y + 0.5) / scene.height,
+            "radius": item.radius,
+            "shade": item.shade,
+            "heading": ("up", "right", "down", "left")[turn] if item.shape == "arrow" else "",
+        }
         rows.append(row)
     return rows
 
@@ -124,9 +137,13 @@ def _pairwise(text: str, rows: list[Row], nouns: list[str]) -> str | None:
 def _property(text: str, row: Row) -> str:
     """Which property of a found object the question wants."""
     tests = (
-        ("color", "hue"), ("shape", "form"), ("pattern", "fill"), ("filled", "fill"), ("small or large", "size"),
+        ("color", "hue"),
+        ("shape", "form"),
+        ("pattern", "fill"),
+        ("filled", "fill"),
+        ("small or large", "size"),
         ("point", "heading"),
-    )  # fmt: skip
+    )
     for word, name in tests:
         if word in text:
             return str(row[name])

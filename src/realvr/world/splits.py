@@ -1,7 +1,7 @@
 """Named splits: what each holds, how large it is, and the layouts it owns.
 
 An example is a pure function of (seed, split, part, number), so any of them can be made alone, in any order and in any
-process, with the same bytes. Splits own disjoint buckets of layouts (`Scene.layout_key` blind to jitter and background),
+process, with the same bytes. Splits own disjoint buckets of layouts (`Scene.bucket`, blind to jitter and background),
 so no scene, and not even a near-duplicate, is in two of them, whatever the seeds and sizes.
 """
 
@@ -188,12 +188,18 @@ def _counterfactual(rng: np.random.Generator, recipe: Recipe, unit: Unit, style:
     sides = (("original", pair.original, pair.before), ("edited", pair.edited, pair.after))
     return [
         single(
-            f"{name}-{side}", scene, question, f"counterfactual/{name}-{side}.png", task="counterfactual", category=edit,
-            pair=name, tags={"edit": edit, "view": side, "changed": "yes" if changed else "no"},
+            f"{name}-{side}",
+            scene,
+            question,
+            f"counterfactual/{name}-{side}.png",
+            task="counterfactual",
+            category=edit,
+            pair=name,
+            tags={"edit": edit, "view": side, "changed": "yes" if changed else "no"},
             meta={"edited_boxes_px": places[side]},
         )
         for side, scene, question in sides
-    ]  # fmt: skip
+    ]
 
 
 def items(recipe: Recipe) -> Iterator[Item]:
@@ -232,7 +238,7 @@ def samples(recipe: Recipe, workers: int = 1) -> Iterator[Sample]:
 
 
 def leaks(splits: dict[str, Iterable[Item]]) -> list[str]:
-    """Scenes, near-duplicate scenes and questions that occur in more than one of the splits, in words; empty if none."""
+    """Scenes, near-duplicate scenes and questions that are in more than one of the splits, in words; empty if none."""
     owner: dict[str, str] = {}
     found = []
     for name, members in splits.items():

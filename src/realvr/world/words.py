@@ -24,8 +24,17 @@ COLORS: dict[str, RGB] = {
 """Color word to RGB. ``gray`` only appears in the relative-brightness task, where its shade varies."""
 
 SHAPES: tuple[str, ...] = (
-    "circle", "square", "triangle", "star", "heart", "cross", "ring", "moon", "arrow", "hexagon",
-)  # fmt: skip
+    "circle",
+    "square",
+    "triangle",
+    "star",
+    "heart",
+    "cross",
+    "ring",
+    "moon",
+    "arrow",
+    "hexagon",
+)
 TEXTURES: tuple[str, ...] = ("plain", "striped", "dotted", "checkered")
 SIZES: tuple[str, ...] = ("small", "large")
 DIRECTIONS: tuple[str, ...] = ("up", "right", "down", "left")
@@ -38,17 +47,23 @@ RARE_COLORS: tuple[str, ...] = ("pink", "brown", "white", "black")
 RARE_SHAPES: tuple[str, ...] = ("moon", "arrow", "hexagon")
 
 REGIONS: tuple[str, ...] = (
-    "top left", "top center", "top right",
-    "middle left", "center", "middle right",
-    "bottom left", "bottom center", "bottom right",
-)  # fmt: skip
+    "top left",
+    "top center",
+    "top right",
+    "middle left",
+    "center",
+    "middle right",
+    "bottom left",
+    "bottom center",
+    "bottom right",
+)
 """Thirds of the canvas, row-major."""
 
 WITHHELD_WORDS: tuple[str, ...] = ("purple", "cyan", "heart", "cross", "top right", "bottom left")
 """Words that never *refer* to something in a question of the base splits.
 
-They still occur in captions, attribute tables, options and answers, so a model learns what they look like but not to look
-things up by them: the headroom that later stages can win.
+They still occur in captions, attribute tables, options and answers, so a model learns what they look like but not to
+look things up by them: the headroom that later stages can win.
 """
 
 
