@@ -1,6 +1,7 @@
 """The five mini-benchmarks: right answers, and the properties that make them what they mirror."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from realvr.world.benchmarks import (
     mmvp_pair,
     world_style,
 )
+from realvr.world.draw import render
 from realvr.world.puzzle_solver import solve_jigsaw, solve_pattern
 from realvr.world.sampling import clutter, huge
 from realvr.world.scene import BUCKETS
@@ -70,10 +72,6 @@ def test_jigsaw_candidates_differ_only_in_the_gap_and_the_right_one_fits_pixel_b
         right = second if item.letter == "A" else third
         whole = holed.copy()
         whole[height // 2 :, width // 2 :] = right
-        from dataclasses import replace
-
-        from realvr.world.draw import render
-
         assert np.array_equal(whole, render(replace(item.views[0].scene, marks=())))
 
 
@@ -108,6 +106,9 @@ def test_hr_items_come_in_four_cycles_and_two_strata(style, resize, size):
         assert scene.size == size and solve(scene, item.text) == item.answer
         assert (len(item.boxes) > 1) or item.category == "single" or item.kind == "count"
         scale = min(1.0, (resize.max_pixels / (size[0] * size[1])) ** 0.5)
+        assert all(
+            x0 >= -1 and y0 >= -1 and x1 <= size[0] + 1 and y1 <= size[1] + 1 for _, (x0, y0, x1, y1) in item.boxes
+        )
         smallest = min(min(x1 - x0, y1 - y0) for _, (x0, y0, x1, y1) in item.boxes) * scale
         assert (smallest >= resize.patch) == (item.tags["stratum"] == "visible")
         assert min(item.meta["evidence_px"]) == pytest.approx(smallest, abs=0.01)

@@ -2,17 +2,22 @@
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+import realvr
 from realvr.data import ReadOptions, read, write
 from realvr.data.detect import detect
 from realvr.errors import UserError
 from realvr.world.commands import layout_path, make, parse_size, show
 from realvr.world.splits import SPLITS, Recipe, samples
 
+SOURCE = str(Path(realvr.__file__).parents[1])
 STRICT = ReadOptions(policy="strict", check_images="decode")
 COUNTS = {"hrbench-4k": 2, "hrbench-8k": 1, "mmvp": 6, "counterfactual": 4}
 
@@ -144,3 +149,11 @@ def test_unknown_split_and_format_are_named(tmp_path):
         make(tmp_path, ["coco"])
     with pytest.raises(UserError, match="zip"):
         make(tmp_path, ["mmvp"], format="zip")
+
+
+def test_the_world_needs_no_torch():
+    code = (
+        "import sys, realvr.world.commands, realvr.world.solver, realvr.world.puzzle_solver\n"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": SOURCE}).returncode == 0

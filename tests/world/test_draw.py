@@ -7,6 +7,7 @@ import pytest
 
 from realvr.world.draw import mask, render, visible_mask
 from realvr.world.items import View
+from realvr.world.queries import overlap
 from realvr.world.sampling import clutter, easy, full, huge, sample_scene
 from realvr.world.scene import Background, Object, Scene
 from realvr.world.words import COLORS, SHAPES
@@ -69,15 +70,13 @@ def test_later_objects_cover_earlier_ones():
 
 
 def test_sampled_overlaps_hide_some_but_not_most_of_an_object():
-    from realvr.world.queries import overlap
-
     seen = 0
     for scene in scenes(full(128), 150, seed=3):
         for i, a in enumerate(scene.objects):
             for j in range(i + 1, len(scene.objects)):
                 if overlap(a, scene.objects[j]):
                     share = visible_mask(scene, i).pixels.sum() / mask(scene, i).pixels.sum()
-                    assert 0.4 < share < 0.97
+                    assert 0.6 < share < 0.9
                     seen += 1
     assert seen > 10
 

@@ -20,7 +20,7 @@ from realvr.world.phrasing import phrase
 from realvr.world.proposals import values
 from realvr.world.queries import Description, Query
 from realvr.world.questions import MAX_TRIES, Question, ask, sample_question
-from realvr.world.sampling import Style, easy, full, pick, sample_scene, shows
+from realvr.world.sampling import Style, easy, full, pick, sample_scene, settle, shows
 from realvr.world.scene import Scene
 
 BLINK_TASKS: dict[str, int] = {
@@ -183,7 +183,8 @@ def _tiny(
             radius = round(float(rng.uniform(max(low * patch, 3.5), top)) * 2) / 2
             item = scene.objects[index]
             texture = item.texture if shows(item.shape, item.size, radius, item.texture) else "plain"
-            scene = scene.edit(index, radius=radius, texture=texture)
+            settled = settle(scene, replace(item, radius=radius, texture=texture))
+            scene = scene.edit(index, radius=radius, texture=texture, x=settled.x, y=settled.y)
         asked = question.asked_of(scene)
         if asked is None or asked.answer != question.answer or scene.bucket() not in buckets:
             continue

@@ -16,8 +16,8 @@ from realvr.errors import UserError
 from realvr.world.proposals import values
 from realvr.world.queries import overlap
 from realvr.world.questions import MAX_TRIES, Question, ask, options
-from realvr.world.sampling import ANY_BUCKET, Style, pick, sample_scene, shows
-from realvr.world.scene import Object, Scene
+from realvr.world.sampling import ANY_BUCKET, Style, pick, sample_scene, settle, shows
+from realvr.world.scene import Scene
 from realvr.world.words import DIRECTIONS, TEXTURES
 
 PAIRS_PER_EDIT = 512
@@ -63,7 +63,7 @@ class Pair:
 def is_changed(edit: str, index: int) -> bool:
     """Whether pair ``index`` of an edit is to change its answer: spread evenly, exact over `PAIRS_PER_EDIT`."""
     share = CHANGED_SHARE[edit]
-    return int((index + 1) * share + 1e-9) > int(index * share + 1e-9)
+    return int((index + 1) * share + 0.5) > int(index * share + 0.5)
 
 
 Edited = tuple[Scene, tuple[int, ...]]
@@ -92,19 +92,6 @@ def reshape(rng: np.random.Generator, scene: Scene, index: int) -> Edited | None
     return (scene.edit(index, shape=pick(rng, free), rotation=rotation), (index,)) if free else None
 
 
-def _move(scene: Scene, item: Object, target: Object) -> Object:
-    """``item`` put where ``target`` is, kept inside the target's cell."""
-    reach = 1.05 * item.radius + 0.7 if scene.vocabulary == "easy" else 1.14 * item.radius + 1.5
-    spot = []
-    for at, count, length in zip((target.x, target.y), scene.grid, scene.size, strict=True):
-        side = length / count
-        low = at * count // length * side
-        middle = low + side / 2
-        room = max(0.0, side / 2 - reach)
-        spot.append(int(min(max(at, middle - room), middle + room)))
-    return replace(item, x=spot[0], y=spot[1])
-
-
 def swap(rng: np.random.Generator, scene: Scene, index: int) -> Edited | None:
     """The object changes places with another; neither may overlap a third, which would change what is hidden."""
     item = scene.objects[index]
@@ -112,8 +99,12 @@ def swap(rng: np.random.Generator, scene: Scene, index: int) -> Edited | None:
     if not others or not _free(scene, index):
         return None
     other = pick(rng, others)
+    there = scene.objects[other]
     objects = list(scene.objects)
-    objects[index], objects[other] = _move(scene, item, objects[other]), _move(scene, objects[other], item)
+    objects[index], objects[other] = (
+        settle(scene, replace(item, x=there.x, y=there.y)),
+        settle(scene, replace(there, x=item.x, y=item.y)),
+    )
     return replace(scene, objects=tuple(objects)), (index, other)
 
 

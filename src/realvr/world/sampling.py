@@ -155,17 +155,30 @@ def _rotation(style: Style, shape: str, u: float, v: float) -> int:
     return 5 * (int(u * 5) - 2) + (90 * int(v * 4) if shape == "arrow" else 0)
 
 
-def place(style: Style, cell: int, radius: float, u: float, v: float) -> tuple[int, int]:
-    """A whole-pixel centre inside a cell, jittered by ``u``, ``v`` in [0, 1) as far as the object fits.
+def _reach(vocabulary: str, radius: float) -> float:
+    """How far an object may extend from its centre; turned squares reach 1.14 radii."""
+    return 1.05 * radius + 0.7 if vocabulary == "easy" else 1.14 * radius + 1.5
 
-    Turned squares reach 1.14 radii.
-    """
+
+def place(style: Style, cell: int, radius: float, u: float, v: float) -> tuple[int, int]:
+    """A whole-pixel centre inside a cell, jittered by ``u``, ``v`` in [0, 1) as far as the object fits."""
     width, height = style.width / style.cells[0], style.height / style.cells[1]
-    reach = 1.05 * radius + 0.7 if style.vocabulary == "easy" else 1.14 * radius + 1.5
+    reach = _reach(style.vocabulary, radius)
     row, column = divmod(cell, style.cells[0])
     x = (column + 0.5) * width + (2 * u - 1) * max(0.0, width / 2 - reach)
     y = (row + 0.5) * height + (2 * v - 1) * max(0.0, height / 2 - reach)
     return math.floor(x), math.floor(y)
+
+
+def settle(scene: Scene, item: Object) -> Object:
+    """The object moved as little as needed to lie inside the cell that holds its centre."""
+    reach = _reach(scene.vocabulary, item.radius)
+    spot = []
+    for at, cell, count, length in zip((item.x, item.y), scene.cell(item), scene.grid, scene.size, strict=True):
+        middle = (cell + 0.5) * length / count
+        room = max(0.0, length / count / 2 - reach)
+        spot.append(math.floor(min(max(at, middle - room), middle + room)))
+    return replace(item, x=spot[0], y=spot[1])
 
 
 def _overlap(rng: np.random.Generator, scene: Scene) -> Scene:
@@ -176,7 +189,9 @@ def _overlap(rng: np.random.Generator, scene: Scene) -> Scene:
     if not pairs:
         return scene
     i, j = pick(rng, pairs)
-    a, b = _solid(rng, scene.objects[i]), _solid(rng, scene.objects[j])
+    # Both get the smaller size: about a quarter of the lower one is hidden then, and size does not tell which it is.
+    smaller = min(scene.objects[i], scene.objects[j], key=lambda item: item.radius)
+    a, b = (_solid(rng, scene.objects[k], smaller.size, smaller.radius) for k in (i, j))
     distance = math.hypot(b.x - a.x, b.y - a.y)
     # The inscribed circles of the solid shapes have at least 0.82 of the radius: at 0.62 they overlap by a fifth.
     wanted = 0.62 * (a.radius + b.radius)
@@ -187,12 +202,12 @@ def _overlap(rng: np.random.Generator, scene: Scene) -> Scene:
     return replace(scene, objects=tuple(objects))
 
 
-def _solid(rng: np.random.Generator, item: Object) -> Object:
-    if item.shape in SOLID:
-        return item
-    shape = pick(rng, SOLID)
-    texture = item.texture if shows(shape, item.size, item.radius, item.texture) else "plain"
-    return replace(item, shape=shape, texture=texture, rotation=0)
+def _solid(rng: np.random.Generator, item: Object, size: str, radius: float) -> Object:
+    """The object in a solid shape and in the given size."""
+    shape = item.shape if item.shape in SOLID else pick(rng, SOLID)
+    texture = item.texture if shows(shape, size, radius, item.texture) else "plain"
+    rotation = item.rotation if shape == item.shape else 0
+    return replace(item, shape=shape, texture=texture, rotation=rotation, size=size, radius=radius)
 
 
 def _arrange(rng: np.random.Generator, style: Style, buckets: Container[int]) -> tuple[list[int], list[str]]:
