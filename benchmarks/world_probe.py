@@ -17,6 +17,7 @@ import multiprocessing
 import re
 import time
 from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,8 +76,8 @@ def _row(job: tuple[Recipe, int]) -> tuple:  # type: ignore[type-arg]
 def load(recipe: Recipe, count: int, workers: int) -> Data:
     """Build ``count`` examples; those with free answers are asked again elsewhere, so they are skipped."""
     jobs = [(recipe, k) for k in range(count)]
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        rows = [row for row in pool.imap(_row, jobs, chunksize=64) if any(any(option) for option in row[2])]
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        rows = [row for row in pool.map(_row, jobs, chunksize=64) if any(any(option) for option in row[2])]
     columns = list(zip(*rows, strict=True))
     tensors = [torch.from_numpy(np.asarray(column)) for column in columns[:6]]
     return Data(*tensors, list(columns[6]), torch.tensor(columns[7]))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 from rich.console import Console
@@ -30,10 +31,10 @@ def _draw(span: range) -> int:
 def drawing(count: int, workers: int) -> float:
     """Seconds to sample and draw ``count`` scenes, processes already running."""
     spans = [range(k, min(k + 250, count)) for k in range(0, count, 250)]
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        pool.map(_draw, [range(1)] * workers)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(_draw, [range(1)] * workers))
         start = time.perf_counter()
-        pool.map(_draw, spans, chunksize=1)
+        list(pool.map(_draw, spans))
         return time.perf_counter() - start
 
 

@@ -1,10 +1,15 @@
 """Splits: what they hold, that they share nothing, and that a seed fixes every byte."""
 
+import os
 import pickle
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+import realvr
 from realvr.errors import UserError
 from realvr.world.scene import BUCKETS
 from realvr.world.splits import SPLITS, Recipe, build, drawn, items, leaks, samples
@@ -69,6 +74,20 @@ def test_workers_change_nothing():
     recipe = Recipe("train-boxes", seed=1, count=70)
     one, two = list(samples(recipe)), list(samples(recipe, workers=2))
     assert [pickle.dumps(sample) for sample in one] == [pickle.dumps(sample) for sample in two]
+
+
+def test_a_script_that_workers_cannot_import_fails_with_a_hint(tmp_path):
+    code = "from realvr.world.splits import Recipe, samples\nlist(samples(Recipe('mmvp', count=2), workers=2))"
+    source = str(Path(realvr.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=code,
+        env=os.environ | {"PYTHONPATH": source},
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
+    assert done.returncode and "__main__" in done.stderr
 
 
 def test_a_longer_split_starts_with_the_shorter_one():

@@ -179,7 +179,9 @@ def _tiny(
         )
     for _ in range(MAX_TRIES):
         scene, question = sample_question(rng, style, kinds, buckets=buckets)
-        for index in question.evidence:
+        # Half of the others get such a size too, or size alone would tell what the question is about.
+        others = [k for k in range(len(scene.objects)) if k not in question.evidence and rng.random() < 0.5]
+        for index in (*question.evidence, *others):
             radius = round(float(rng.uniform(max(low * patch, 3.5), top)) * 2) / 2
             item = scene.objects[index]
             texture = item.texture if shows(item.shape, item.size, radius, item.texture) else "plain"

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -220,21 +223,37 @@ def drawn(recipe: Recipe, unit: Unit) -> list[Sample]:
     return found
 
 
-def _drawn(job: tuple[Recipe, Unit]) -> list[Sample]:
-    return drawn(*job)
+def _drawn(recipe: Recipe, units: list[Unit]) -> list[list[Sample]]:
+    return [drawn(recipe, unit) for unit in units]
 
 
 def samples(recipe: Recipe, workers: int = 1) -> Iterator[Sample]:
-    """The split as samples, in order, made by ``workers`` processes."""
-    jobs = ((recipe, unit) for unit in recipe.units())
+    """The split as samples, in order, made by ``workers`` processes.
+
+    More than one needs a program that can be imported again (a script guards its work with ``__name__ == "__main__"``).
+    """
+    units = recipe.units()
     if workers <= 1:
-        for job in jobs:
-            yield from drawn(*job)
+        for unit in units:
+            yield from drawn(recipe, unit)
         return
-    chunk = 1 if recipe.split.startswith("hrbench") else 32
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        for group in pool.imap(_drawn, jobs, chunksize=chunk):
-            yield from group
+    size = 1 if recipe.split.startswith("hrbench") else 32
+    chunks = (units[k : k + size] for k in range(0, len(units), size))
+    waiting: deque[Future[list[list[Sample]]]] = deque()
+    try:
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+            # A few chunks ahead, no more: pictures of 8K pixels must not pile up.
+            for chunk in chunks:
+                waiting.append(pool.submit(_drawn, recipe, chunk))
+                if len(waiting) > 2 * workers:
+                    yield from itertools.chain(*waiting.popleft().result())
+            while waiting:
+                yield from itertools.chain(*waiting.popleft().result())
+    except BrokenProcessPool:
+        raise UserError(
+            "the worker processes ended at once: guard the script's work with `if __name__ == '__main__':`, "
+            "or use one worker"
+        ) from None
 
 
 def leaks(splits: dict[str, Iterable[Item]]) -> list[str]:
