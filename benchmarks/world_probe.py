@@ -1,7 +1,7 @@
 """Can a small network learn the world? A probe of about two million parameters, trained from nothing.
 
     PYTHONPATH=src python benchmarks/world_probe.py --device cuda --minutes 3
-    PYTHONPATH=src python benchmarks/world_probe.py --quick          # a minute on two cores: does anything move?
+    PYTHONPATH=src python benchmarks/world_probe.py --quick          # a minute or two on a CPU: does it learn to see?
 
 It answers three questions: the easy curriculum can be learned (seen words), withheld words leave headroom there, and
 the full world leaves headroom at the same size and budget. The network sees the picture and the question and scores
@@ -94,9 +94,10 @@ class Probe(nn.Module):
             layers += [nn.Conv2d(a, b, 3, 2, 1), nn.GroupNorm(8, b), nn.GELU()]
         self.stem = nn.Sequential(*layers)
         self.grid = side // 8
-        self.place = nn.Parameter(torch.randn(self.grid**2, width) * 0.02)
+        # Places must weigh as much as looks from the start, or "at the top left" means nothing for thousands of steps.
+        self.place = nn.Parameter(torch.randn(self.grid**2, width) * 0.5)
         self.words = nn.Embedding(len(IDS) + 1, width, padding_idx=0)
-        self.order = nn.Parameter(torch.randn(LONGEST + 1, width) * 0.02)
+        self.order = nn.Parameter(torch.randn(LONGEST + 1, width) * 0.1)
         self.read = nn.Parameter(torch.randn(1, 1, width) * 0.02)
         layer = nn.TransformerEncoderLayer(
             width, width // 32, width * 4, 0.0, "gelu", batch_first=True, norm_first=True
@@ -106,40 +107,52 @@ class Probe(nn.Module):
         self.answers = nn.Embedding(len(IDS) + 1, width, padding_idx=0)
         self.color, self.shape = nn.Linear(width, len(COLORS) + 1), nn.Linear(width, len(SHAPES) + 1)
 
-    def forward(self, images: Tensor, words: Tensor, options: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Option scores (B, 4) and cell logits (B, cells^2, colors + 1), (B, cells^2, shapes + 1)."""
+    def meaning(self, texts: Tensor) -> Tensor:
+        """Mean embedding of the words of a text, (..., O) to (..., width)."""
+        return self.answers(texts).sum(-2) / (texts > 0).sum(-1, keepdim=True).clamp(min=1)
+
+    def forward(self, images: Tensor, words: Tensor, options: Tensor, every: Tensor) -> tuple[Tensor, ...]:
+        """Scores of the options (B, 4) and of ``every`` answer (M, O) there is (B, M); logits of the colors and shapes
+        of the cells (B, cells^2, colors + 1), (B, cells^2, shapes + 1)."""
         seen = self.stem(images.float() / 127.5 - 1).flatten(2).transpose(1, 2) + self.place
         asked = torch.cat([self.read.expand(len(words), -1, -1), self.words(words)], 1) + self.order
         padding = torch.cat([torch.zeros_like(words[:, :1], dtype=torch.bool), words == 0], 1)
         ignored = torch.cat([padding, torch.zeros(seen.shape[:2], dtype=torch.bool, device=seen.device)], 1)
         out = self.norm(self.body(torch.cat([asked, seen], 1), src_key_padding_mask=ignored))
-        meant = self.answers(options).sum(2) / (options > 0).sum(2, keepdim=True).clamp(min=1)
+        meant = self.meaning(options)
         score = (meant @ out[:, 0, :, None]).squeeze(-1).masked_fill((options > 0).sum(2) == 0, -1e4)
+        free = out[:, 0] @ self.meaning(every).T
         tokens = out[:, asked.shape[1] :].transpose(1, 2).unflatten(2, (self.grid, self.grid))
         pooled = F.adaptive_avg_pool2d(tokens.float(), self.cells).flatten(2).transpose(1, 2)
-        return score.float(), self.color(pooled), self.shape(pooled)
+        return score.float(), free.float(), self.color(pooled), self.shape(pooled)
 
 
 def train(data: Data, side: int, cells: int, options: argparse.Namespace) -> tuple[Probe, int]:
-    """Train for the given time; the learning rate follows the clock. Returns the network and the number of steps."""
+    """Train for the given time or steps; the learning rate follows. Returns the network and the number of steps."""
     torch.manual_seed(options.seed)
     device = torch.device(options.device)
     probe = Probe(side, cells, options.width, options.depth).to(device)
     columns = [data.images, data.words, data.options, data.answer, data.colors, data.shapes]
     columns = [column.to(device) for column in columns]
+    every, number = torch.unique(data.options[torch.arange(len(data.answer)), data.answer], dim=0, return_inverse=True)
+    every, number = every.to(device), number.to(device)
     optimizer = torch.optim.AdamW(probe.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.05)
-    start, steps, limit = time.perf_counter(), 0, options.minutes * 60
-    while (spent := (time.perf_counter() - start) / limit) < 1:
+    start, steps = time.perf_counter(), 0
+    while True:
+        spent = steps / options.steps if options.steps else (time.perf_counter() - start) / (options.minutes * 60)
+        if spent >= 1:
+            return probe, steps
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * min(1.0, (steps + 1) / 200) * 0.5 * (1 + math.cos(math.pi * spent))
         chosen = torch.randint(len(data.kinds), (options.batch,), device=device)
         images, words, shown, answer, colors, shapes = (column[chosen] for column in columns)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            score, color, shape = probe(images, words, shown)
+            score, free, color, shape = probe(images, words, shown, every)
         dense = F.cross_entropy(color.flatten(0, 1), colors.flatten()) + F.cross_entropy(
             shape.flatten(0, 1), shapes.flatten()
         )
-        loss = F.cross_entropy(score, answer) + 0.5 * dense
+        # The answer in words among all there are says far more than one option of four.
+        loss = F.cross_entropy(score, answer) + F.cross_entropy(free, number[chosen]) + 0.5 * dense
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(probe.parameters(), 1.0)
@@ -147,7 +160,6 @@ def train(data: Data, side: int, cells: int, options: argparse.Namespace) -> tup
         steps += 1
         if steps % 250 == 0:
             print(f"  step {steps}: loss {loss.item():.3f}, dense {dense.item():.3f}", flush=True)
-    return probe, steps
 
 
 @torch.no_grad()
@@ -157,9 +169,9 @@ def evaluate(probe: Probe, data: Data, device: str) -> tuple[Tensor, float]:
     right, cells = [], []
     for k in range(0, len(data.kinds), 256):
         part = slice(k, k + 256)
-        score, color, shape = probe(
-            data.images[part].to(device), data.words[part].to(device), data.options[part].to(device)
-        )
+        columns = (data.images, data.words, data.options)
+        images, words, shown = (column[part].to(device) for column in columns)
+        score, _, color, shape = probe(images, words, shown, shown[0])
         right.append(score.argmax(1).cpu() == data.answer[part])
         both = (color.argmax(-1).cpu() == data.colors[part]) & (shape.argmax(-1).cpu() == data.shapes[part])
         cells.append(both[data.colors[part] > 0].float())
@@ -186,6 +198,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--minutes", type=float, default=3.0, help="training time for each of the two worlds")
+    parser.add_argument("--steps", type=int, default=0, help="train for so many steps instead")
     parser.add_argument("--easy", type=int, default=64_000, help="curriculum examples")
     parser.add_argument("--full", type=int, default=64_000, help="examples of the full world (half have options)")
     parser.add_argument("--test", type=int, default=2_000)
@@ -195,10 +208,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=160, help="a multiple of 32")
     parser.add_argument("--depth", type=int, default=5)
     parser.add_argument("--threads", type=int, default=0, help="of torch on the CPU; 0 leaves it alone")
-    parser.add_argument("--quick", action="store_true", help="half a minute with a smaller network, easy scenes only")
+    parser.add_argument("--quick", action="store_true", help="900 steps of a smaller network, easy scenes only")
     options = parser.parse_args()
     if options.quick:
-        options.minutes, options.easy, options.full, options.test, options.batch = 0.5, 3_000, 0, 500, 64
+        options.steps, options.easy, options.full, options.test, options.batch = 900, 3_000, 0, 500, 64
         options.width, options.depth, options.threads = 64, 2, 1
     return options
 
