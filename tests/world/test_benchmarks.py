@@ -22,7 +22,9 @@ from realvr.world.puzzle_solver import solve_jigsaw, solve_pattern
 from realvr.world.sampling import clutter, huge
 from realvr.world.scene import BUCKETS
 from realvr.world.solver import Unsolvable, solve
+from realvr.world.words import COLORS, SHAPES, SIZES
 
+ATTRIBUTES = {"color": set(COLORS), "shape": set(SHAPES), "size": set(SIZES)}
 ANY = range(BUCKETS)
 STYLES = [world_style(128, 128), world_style(48, 48)]
 
@@ -135,3 +137,15 @@ def test_mme_has_five_options_and_e_means_absent(style):
             assert solve(scene, item.text) == item.answer
         letters[item.letter] += 1
     assert set(letters) == set("ABCDE") and 15 <= letters["E"] <= 50
+
+
+def test_mme_absent_questions_are_worded_like_the_others():
+    """The same attributes are named, so the words alone do not say that the answer is E."""
+    forms = {True: Counter(), False: Counter()}
+    for k in range(300):
+        item = mme_item(np.random.default_rng([7, k]), k, clutter(), ANY)
+        if item.kind != "count":
+            words = set(item.text.rstrip("?").replace(".", "").split())
+            named = tuple(sorted(kind for kind, all_of in ATTRIBUTES.items() if words & all_of))
+            forms[item.letter == "E"][item.kind, named] += 1
+    assert set(forms[True]) == set(forms[False])

@@ -19,7 +19,7 @@ from realvr.world.items import Item, single
 from realvr.world.phrasing import phrase
 from realvr.world.proposals import values
 from realvr.world.queries import Description, Query
-from realvr.world.questions import MAX_TRIES, Question, ask, sample_question
+from realvr.world.questions import MAX_TRIES, Question, ask, compose, sample_question
 from realvr.world.sampling import Style, easy, full, pick, sample_scene, settle, shows
 from realvr.world.scene import Scene
 
@@ -209,14 +209,13 @@ def mme_item(rng: np.random.Generator, index: int, style: Style, buckets: Contai
     kind = pick(rng, kinds)
     for _ in range(MAX_TRIES):
         scene = sample_scene(rng, style, buckets)
-        question = _absent(rng, scene, kind) if absent else ask(scene, kind, rng)
+        question = (_absent if absent else _present)(rng, scene, kind)
         if question is not None:
             break
     else:
         raise UserError(f"{style.name} scenes of {style.width}x{style.height} answer no question of kind {kind!r}")
-    number = str(index)
-    item = single(
-        number,
+    return single(
+        str(index),
         scene,
         question,
         f"{index}.png",
@@ -224,27 +223,47 @@ def mme_item(rng: np.random.Generator, index: int, style: Style, buckets: Contai
         category=kind,
         tags={"subtask": "Clutter"},
     )
-    return replace(item, choices=(*question.choices, ABSENT) if not absent else question.choices)
 
 
-def _absent(rng: np.random.Generator, scene: Scene, kind: str) -> Question | None:
-    """A question about an object that is not there, though others come close."""
+def _named(rng: np.random.Generator, scene: Scene, kind: str) -> tuple[Question, tuple[str, ...]] | None:
+    """A question about an object of the crowd, described by the attributes returned with it."""
     names: tuple[str, ...] = {"color": ("texture", "shape"), "shape": ("texture", "color")}.get(
         kind, ("color", "shape")
     )
     if scene.vocabulary == "easy":
         names = tuple(name for name in names if name != "texture")
+    model = pick(rng, scene.objects)
+    wish = Description(**{name: getattr(model, name) for name in names})
+    question = compose(Query(kind, wish), scene, rng) if wish.texture != "plain" else None
+    return (question, names) if question else None
+
+
+def _absent(rng: np.random.Generator, scene: Scene, kind: str) -> Question | None:
+    """A question about an object that is not there, though others come close.
+
+    It is worded, and has the options, of one about an object that is: nothing but the picture tells the two apart.
+    """
+    like = _named(rng, scene, kind)
+    if like is None:
+        return None
+    question, names = like
     # Words of objects that are there, so that only their combination is missing; a single word must be new.
-    stock = {
-        name: values(name, scene) if len(names) == 1 else [getattr(o, name) for o in scene.objects] for name in names
-    }
+    stock = {name: [getattr(item, name) for item in scene.objects] for name in names}
+    if len(names) == 1:
+        stock = {name: list(values(name, scene)) for name in names}
     wish = Description(**{name: pick(rng, stock[name]) for name in names})
     if wish.matches(scene) or wish.texture == "plain":
         return None
-    # Options come from a question of the same kind about this scene, so that nothing but the picture tells E apart.
-    like = ask(scene, kind, rng)
-    if like is None:
-        return None
     query = Query(kind, wish)
     evidence = tuple(wish.near_misses(scene)) if len(names) > 1 else ()
-    return Question(query, phrase(query, int(rng.integers(12))), ABSENT, evidence, (*like.choices, ABSENT))
+    text = phrase(query, int(rng.integers(12)))
+    return Question(query, text, ABSENT, evidence, (*question.choices, ABSENT))
+
+
+def _present(rng: np.random.Generator, scene: Scene, kind: str) -> Question | None:
+    if kind == "count":
+        question = ask(scene, kind, rng)
+    else:
+        named = _named(rng, scene, kind)
+        question = named[0] if named else None
+    return replace(question, choices=(*question.choices, ABSENT)) if question else None
