@@ -1,0 +1,271 @@
+"""Named splits: what each holds, how large it is, and the layouts it owns.
+
+An example is a pure function of (seed, split, part, number), so any of them can be made alone, in any order and in any
+process, with the same bytes. Splits own disjoint buckets of layouts (`Scene.bucket`, blind to jitter and background),
+so no scene, and not even a near-duplicate, is in two of them, whatever the seeds and sizes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from realvr.data.sample import ImageRef, Sample
+from realvr.errors import UserError
+from realvr.world import benchmarks, describe
+from realvr.world.edits import CHANGED_SHARE, EDITS, PAIRS_PER_EDIT, is_changed, sample_pair
+from realvr.world.items import Item, single
+from realvr.world.questions import EASY_KINDS, FULL_KINDS, MAX_TRIES, Withheld, sample_question
+from realvr.world.sampling import Style, clutter, huge, sample_scene, style_for
+
+Unit = tuple[str, int]
+"""A part of a split (a BLINK subtask, an edit; mostly '') and a number within it."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """``layout`` is the real file format it is written in; ``count`` the usual number of units; ``size`` of the canvas.
+
+    A unit is a question, a pair (MMVP; counterfactual: a pair of each edit) or a question in four cycles (HR-Bench).
+    """
+
+    number: int
+    buckets: range
+    layout: str
+    count: int
+    size: tuple[int, int]
+    about: str
+
+
+SPLITS: dict[str, Split] = {
+    "curriculum": Split(0, range(6), "jsonl", 20_000, (48, 48), "easy scenes, no withheld words in questions"),
+    "curriculum-test": Split(1, range(6, 8), "jsonl", 2_000, (48, 48), "easy scenes, any words (tag `withheld`)"),
+    "dialogues": Split(2, range(8, 10), "lvr", 5_000, (48, 48), "two-turn conversations about one picture"),
+    "train-boxes": Split(3, range(10, 14), "visual-cot", 10_000, (128, 128), "training questions with evidence boxes"),
+    "train-plain": Split(4, range(14, 18), "virl39k", 10_000, (128, 128), "training questions without boxes"),
+    "validation": Split(5, range(18, 20), "jsonl", 1_000, (128, 128), "held-out questions with boxes"),
+    "mmvp": Split(6, range(20, 23), "mmvp", 150, (128, 128), "pairs that differ in one subtle detail"),
+    "blink": Split(7, range(23, 25), "blink", 697, (128, 128), "five BLINK subtasks"),
+    "hrbench-4k": Split(8, range(25, 26), "hr-bench", 200, (3840, 2160), "tiny objects in 4K, four option cycles"),
+    "hrbench-8k": Split(9, range(26, 27), "hr-bench", 200, (7680, 4320), "tiny objects in 8K, four option cycles"),
+    "mme-realworld": Split(10, range(27, 28), "mme-realworld", 500, (640, 480), "clutter, five options, E: not there"),
+    "counterfactual": Split(11, range(28, 32), "jsonl", PAIRS_PER_EDIT, (128, 128), "four edits, question fixed"),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides a split's bytes."""
+
+    split: str
+    seed: int = 0
+    count: int | None = None
+    size: tuple[int, int] | None = None
+    kinds: tuple[str, ...] = ()
+    """Kinds of question, where a split lets one choose; empty: the usual ones."""
+    withheld: Withheld | None = None
+    """None: excluded from the curriculum and dialogues, allowed elsewhere."""
+    resize: benchmarks.Resize = field(default_factory=benchmarks.Resize)
+
+    def __post_init__(self) -> None:
+        if self.split not in SPLITS:
+            raise UserError(f"no split {self.split!r}; there are {', '.join(SPLITS)}")
+        if self.count is not None and self.count < 1:
+            raise UserError(f"count is {self.count}; at least 1 is needed")
+        if self.seed < 0:
+            raise UserError(f"seed is {self.seed}; it must not be negative")
+        unknown = [kind for kind in self.kinds if kind not in FULL_KINDS]
+        if unknown:
+            raise UserError(f"no kind of question {unknown[0]!r}; there are {', '.join(FULL_KINDS)}")
+        style_for(*self.canvas)
+
+    @property
+    def info(self) -> Split:
+        return SPLITS[self.split]
+
+    @property
+    def canvas(self) -> tuple[int, int]:
+        return self.size or self.info.size
+
+    @property
+    def words(self) -> Withheld:
+        """The rule for withheld words in force."""
+        return self.withheld or ("exclude" if self.split in ("curriculum", "dialogues") else "any")
+
+    def style(self) -> Style:
+        """Look of the scenes."""
+        if self.split.startswith("hrbench"):
+            return huge(*self.canvas)
+        if self.split == "mme-realworld":
+            return clutter(*self.canvas)
+        return benchmarks.world_style(*self.canvas)
+
+    def units(self) -> list[Unit]:
+        """What the split is made of, in order."""
+        count = self.count or self.info.count
+        if self.split == "counterfactual":
+            return [(edit, k) for edit in CHANGED_SHARE for k in range(count)]
+        if self.split == "blink":
+            rows = benchmarks.BLINK_TASKS
+            total = sum(rows.values())
+            ends = [round(count * end / total) for end in itertools.accumulate(rows.values())]
+            sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+            return [(task, k) for task, size in zip(rows, sizes, strict=True) for k in range(size)]
+        return [("", k) for k in range(count)]
+
+
+PARTS = ("", *EDITS, *benchmarks.BLINK_TASKS)
+
+
+def build(recipe: Recipe, unit: Unit) -> list[Item]:
+    """The items of one unit: one, the two of a pair, or the four cycles of a question."""
+    part, number = unit
+    rng = np.random.default_rng([recipe.seed, recipe.info.number, PARTS.index(part), number])
+    style, buckets = recipe.style(), recipe.info.buckets
+    if recipe.split == "mmvp":
+        return list(benchmarks.mmvp_pair(rng, number, style, buckets))
+    if recipe.split == "blink":
+        return [benchmarks.blink_item(rng, part, number, style, buckets)]
+    if recipe.split.startswith("hrbench"):
+        return benchmarks.hr_items(rng, number, style, buckets, recipe.resize)
+    if recipe.split == "mme-realworld":
+        return [benchmarks.mme_item(rng, number, style, buckets)]
+    if recipe.split == "counterfactual":
+        return _counterfactual(rng, recipe, unit, style)
+    if recipe.split == "dialogues":
+        return [_dialogue(rng, recipe, number, style)]
+    return [_question(rng, recipe, number, style)]
+
+
+def _kinds(recipe: Recipe, style: Style) -> tuple[str, ...]:
+    return recipe.kinds or (EASY_KINDS if style.vocabulary == "easy" else FULL_KINDS)
+
+
+def _question(rng: np.random.Generator, recipe: Recipe, number: int, style: Style) -> Item:
+    # Training formats hold short free answers as well as options; the curriculum is multiple choice throughout.
+    free = recipe.split in ("train-boxes", "train-plain", "validation") and rng.random() < 0.5
+    scene, question = sample_question(
+        rng, style, _kinds(recipe, style), buckets=recipe.info.buckets, count=0 if free else 4, withheld=recipe.words
+    )
+    name = f"world/train/{number}" if recipe.split == "train-boxes" else f"{recipe.split}-{number}"
+    task = {"train-boxes": "world", "train-plain": ""}.get(recipe.split, recipe.split)
+    meta = {"caption": describe.caption(scene, rng), "objects": describe.table(scene)}
+    fields: dict[str, Any] = {"task": task, "category": question.kind if recipe.split == "train-plain" else ""}
+    item = single(name, scene, question, f"{recipe.split}/{number}.png", meta=meta, **fields)
+    return replace(item, boxes=()) if recipe.split == "train-plain" else item
+
+
+def _dialogue(rng: np.random.Generator, recipe: Recipe, number: int, style: Style) -> Item:
+    for _ in range(MAX_TRIES):
+        scene = sample_scene(rng, style, recipe.info.buckets)
+        turns = describe.dialogue(scene, rng, _kinds(recipe, style), count=0, withheld=recipe.words)
+        if turns is not None:
+            break
+    else:
+        raise UserError(f"no {style.name} scene serves a dialogue of kinds {', '.join(_kinds(recipe, style))}")
+    first, second = turns
+    meta = {"caption": describe.caption(scene, rng), "objects": describe.table(scene)}
+    item = single(f"dialogues-{number}", scene, second, f"dialogues/{number}.png", task="dialogues", meta=meta)
+    return replace(item, earlier=((first.text, first.answer),))
+
+
+def _counterfactual(rng: np.random.Generator, recipe: Recipe, unit: Unit, style: Style) -> list[Item]:
+    edit, number = unit
+    changed = is_changed(edit, number)
+    pair = sample_pair(rng, style, edit, changed=changed, buckets=recipe.info.buckets, kinds=recipe.kinds or None)
+    name = f"{edit}-{number}"
+    # Where something was edited: the old place in the original, the new one in the edited picture.
+    new = [k for k in pair.touched if k < len(pair.edited.objects)] if edit != "object_removal" else []
+    places = {
+        "original": [list(pair.original.objects[k].box) for k in pair.touched],
+        "edited": [list(pair.edited.objects[k].box) for k in new],
+    }
+    sides = (("original", pair.original, pair.before), ("edited", pair.edited, pair.after))
+    return [
+        single(
+            f"{name}-{side}",
+            scene,
+            question,
+            f"counterfactual/{name}-{side}.png",
+            task="counterfactual",
+            category=edit,
+            pair=name,
+            tags={"edit": edit, "view": side, "changed": "yes" if changed else "no"},
+            meta={"edited_boxes_px": places[side]},
+        )
+        for side, scene, question in sides
+    ]
+
+
+def items(recipe: Recipe) -> Iterator[Item]:
+    """Everything in the split, not drawn yet."""
+    for unit in recipe.units():
+        yield from build(recipe, unit)
+
+
+def drawn(recipe: Recipe, unit: Unit) -> list[Sample]:
+    """The samples of one unit, with their pictures encoded; a picture that several share is drawn once."""
+    pictures: dict[str, ImageRef] = {}
+    found = []
+    for item in build(recipe, unit):
+        for view in item.views:
+            if view.name not in pictures:
+                pictures[view.name] = ImageRef.from_bytes(view.name, view.encode())
+        found.append(item.sample([pictures[view.name] for view in item.views]))
+    return found
+
+
+def _drawn(recipe: Recipe, units: list[Unit]) -> list[list[Sample]]:
+    return [drawn(recipe, unit) for unit in units]
+
+
+def samples(recipe: Recipe, workers: int = 1) -> Iterator[Sample]:
+    """The split as samples, in order, made by ``workers`` processes.
+
+    More than one needs a program that can be imported again (a script guards its work with ``__name__ == "__main__"``).
+    """
+    units = recipe.units()
+    if workers <= 1:
+        for unit in units:
+            yield from drawn(recipe, unit)
+        return
+    size = 1 if recipe.split.startswith("hrbench") else 32
+    chunks = (units[k : k + size] for k in range(0, len(units), size))
+    waiting: deque[Future[list[list[Sample]]]] = deque()
+    try:
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+            # A few chunks ahead, no more: pictures of 8K pixels must not pile up.
+            for chunk in chunks:
+                waiting.append(pool.submit(_drawn, recipe, chunk))
+                if len(waiting) > 2 * workers:
+                    yield from itertools.chain(*waiting.popleft().result())
+            while waiting:
+                yield from itertools.chain(*waiting.popleft().result())
+    except BrokenProcessPool:
+        raise UserError(
+            "the worker processes ended at once: guard the script's work with `if __name__ == '__main__':`, "
+            "or use one worker"
+        ) from None
+
+
+def leaks(splits: dict[str, Iterable[Item]]) -> list[str]:
+    """Scenes, near-duplicate scenes and questions that are in more than one of the splits, in words; empty if none."""
+    owner: dict[str, str] = {}
+    found = []
+    for name, members in splits.items():
+        for item in members:
+            keys = {f"layout {view.scene.layout_key()}" for view in item.views}
+            keys |= {f"scene {view.scene.key()}" for view in item.views}
+            keys |= {f"question {key} {item.text} {item.choices}" for key in keys}
+            for key in sorted(keys):
+                if owner.setdefault(key, name) != name:
+                    found.append(f"{key} is in {owner[key]} and in {name}")
+    return found
