@@ -30,6 +30,8 @@ COMMANDS: dict[str, Command] = {
     "data check": Command("realvr.data.commands", "check", "Read everything, open every image, say what is usable."),
     "data show": Command("realvr.data.commands", "show", "Print normalised samples; draw boxes and visual tokens."),
     "data export": Command("realvr.data.commands", "export", "Convert between our JSONL and the training formats."),
+    "world make": Command("realvr.world.commands", "make", "Draw splits of the synthetic world, in the real layouts."),
+    "world show": Command("realvr.world.commands", "show", "A contact sheet of scenes with questions and boxes."),
     "demo": Command("realvr.commands.demo", "demo", "A model of each family answers a question through the real path."),
 }
 
