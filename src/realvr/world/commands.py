@@ -130,7 +130,11 @@ def make(
 ) -> int:
     """Write splits of the embedded world under OUT, each in a folder of its own, in the layout of the real data.
 
-    Same seed, same bytes. Example: realvr world make runs/world --split train-boxes mmvp --seed 1
+    Same seed, same bytes.
+
+    Examples:
+      realvr world make runs/world
+      realvr world make runs/world --split train-boxes mmvp --seed 1
 
     Args:
         out: Folder to write to. A split that was made there in another way is never overwritten.
