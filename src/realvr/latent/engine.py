@@ -39,6 +39,7 @@ def advance(
     real_BT: Tensor | None = None,
     segment_BT: Tensor | None = None,
     place_BT: Tensor | None = None,
+    veil_BT: Tensor | None = None,
     image_BT: Tensor | None = None,
     deepstack: Sequence[Tensor] = (),
     probes: Sequence[Probe] = (),
@@ -59,7 +60,7 @@ def advance(
     if backbone.two_way_images and image_BT is not None:
         block = _blocks(image_BT, 0 if state is None else state.length)
     place = positions if backbone.windowed and place_BT is None else place_BT
-    fresh = Columns(new, real_BT, segment_BT, block, place)
+    fresh = Columns(new, real_BT, segment_BT, block, place, veil_BT)
     columns = join_columns(None if state is None else state.columns, fresh, rows, device)
     carried = Pass(past=[] if state is None else state.kv, columns=columns, probes=tuple(probes), matrix=matrix)
     with _layers_checkpointed(backbone, checkpointed):
