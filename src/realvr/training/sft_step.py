@@ -145,10 +145,16 @@ def pack_rows(
     parts = [[_lay_out(backbone, example, jitter, generator) for example in row] for row in rows]
     width = max(sum(len(example) for example in row) for row in rows)
     fill = {"ids": 0, "positions": 0, "place": 0, "image": False, "slot": False}
-    out = {key: torch.stack([_row([p[key] for p in row], width, value) for row in parts]) for key, value in
-    fill.items()} segment, real = torch.full((len(rows), width), -2), torch.zeros(len(rows), width, dtype=torch.bool)
-    veil = torch.zeros(len(rows), width, dtype=torch.long) predict, labels, sources, owners = [], [], [], [] number =
-    offset = 0 for r, row in enumerate(rows):
+    out = {
+        key: torch.stack([_row([p[key] for p in row], width, value) for row in parts]) for key, value in fill.items()
+    }
+    segment, real = torch.full((len(rows), width), -2), torch.zeros(len(rows), width, dtype=torch.bool)
+    veil = torch.zeros(len(rows), width, dtype=torch.long)
+    predict: list[tuple[int, int]] = []
+    labels: list[int] = []
+    sources, owners = [], []
+    number = offset = 0
+    for r, row in enumerate(rows):
         column = 0
         for example in row:
             stop = column + len(example)
@@ -194,9 +200,7 @@ def _lay_out(
 ) -> dict[str, Tensor]:
     """Ids, positions (with gaps before and after the span if ``jitter``), and which columns are images or slots."""
     plain = Prompt(example.prompt.ids, example.prompt.images)
-    batch = collate(
-        [plain], image_id=backbone.image_id, slot_id=-1, pad_id=0, mrope=backbone.mrope
-    )
+    batch = collate([plain], image_id=backbone.image_id, slot_id=-1, pad_id=0, mrope=backbone.mrope)
     positions = batch.positions[..., 0, :]
     slot = example.prompt.ids == backbone.markers.slot
     if jitter:
