@@ -87,12 +87,8 @@ class SftTask:
             )
             for i in range(0, len(rows), optim.microbatch)
         ]
-        tokens, targets = self.ranks.total(
-            [
-                float(sum(len(batch.labels_M) for batch in micro)),
-                float(sum(len(batch.slot_example_N.unique()) for batch in micro)),
-            ]
-        )
+        own = (sum(len(m.labels_M) for m in micro), sum(len(m.slot_example_N.unique()) for m in micro))
+        tokens, targets = (float(sum(values)) for values in zip(*self.ranks.gather_objects(own), strict=True))
         for batch in micro:
             batch.tokens_total, batch.targets_total = max(tokens, 1.0), max(targets, 1.0)
             batch.to(self.backbone.device)

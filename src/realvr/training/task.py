@@ -36,16 +36,17 @@ class Prepared:
 class Ranks(Protocol):
     """What a stage may ask of the engine."""
 
-    rank: int
-    world: int
-    device: torch.device
+    @property
+    def rank(self) -> int: ...
 
-    def total(self, values: list[float]) -> list[float]:
-        """Each value summed over all ranks."""
-        ...
+    @property
+    def world(self) -> int: ...
 
-    def gather(self, item: Any) -> list[Any]:
-        """The items of all ranks, in rank order, on every rank."""
+    @property
+    def device(self) -> torch.device: ...
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order, on every rank."""
         ...
 
 
