@@ -100,7 +100,9 @@ class RegressionTask:
         self.module.step = step
         own = list(range(self.position, self.position + options.batch))[engine.rank :: engine.world]
         self.position += options.batch
-        x, y = (torch.stack(column).to(getattr(torch, options.dtype)) for column in zip(*map(example, own), strict=True))
+        x, y = (
+            torch.stack(column).to(getattr(torch, options.dtype)) for column in zip(*map(example, own), strict=True)
+        )
         if options.noise:
             y = y + 0.1 * torch.randn(()) + self.bank.sum() * 1e-3
         self.bank = torch.cat([self.bank, y[:1].double()])[-5:]
