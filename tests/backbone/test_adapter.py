@@ -412,6 +412,20 @@ def test_mismatched_images_or_latents_raise(backbone: Backbone) -> None:
             backbone.batch([replace(spanned, latents=latents)])
 
 
+def test_inputs_of_another_model_or_batch_are_refused(backbone: Backbone) -> None:
+    """``masked_scatter`` would take the first numbers of a source that is too long, without a word."""
+    batch, more = backbone.batch([backbone.prompt(ask(0))]), backbone.prompt(ask(0, 1)).images
+    for images in (more, ()):
+        with pytest.raises(ValueError, match="not those of the batch"):
+            backbone.embed_batch(batch, backbone.see(images))
+    with pytest.raises(ValueError, match="not those of the batch"):
+        backbone.embed_batch(backbone.batch([backbone.prompt(ask(text="None here."))]), backbone.see(more))
+    reply = Turn("assistant", "Red.", latents=torch.zeros(3, 2 * backbone.width))
+    wide = backbone.batch([backbone.prompt([Turn("user", "Which?"), reply, Turn("user", "Sure?")])])
+    with pytest.raises(ValueError, match=f"width {2 * backbone.width}, the model has {backbone.width}"):
+        backbone.embed_batch(wide, backbone.see(()))
+
+
 # ---------------------------------------------------------------------- bad input
 
 
