@@ -221,12 +221,12 @@ class Naive:
             state = self._wide(z[t])
             score = cosine(state, positive)
             if options.objective == "contrast":
-                score = score - max((cosine(state, p) for p in negatives), key=float)
+                score = score - max((cosine(state, p) for p in negatives), key=lambda x: float(x.detach()))
             if options.objective == "align":
                 loss = 1 - score
             else:
                 loss = options.margin - score
-                loss = loss if float(loss) > 0 else loss * 0
+                loss = loss if float(loss.detach()) > 0 else loss * 0
             total = total + weights[t] * loss
         return total, torch.stack(z), readouts, gamma, weights
 
@@ -240,7 +240,7 @@ class Naive:
                 continue
             against = sum((r[t] for r in wrong), correct.new_zeros(())) / len(wrong) if wrong else correct[t]
             difference = correct[t] - against
-            gamma.append(difference if float(difference) > 0 else difference * 0)
+            gamma.append(difference if float(difference.detach()) > 0 else difference * 0)
         return torch.stack(gamma)
 
     def _weights(self, gamma: Tensor) -> Tensor:
