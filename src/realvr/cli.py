@@ -21,6 +21,8 @@ class Command(NamedTuple):
     module: str
     function: str
     summary: str
+    raw: bool = False
+    """The function takes the list of arguments as it is: its options are not known before it has read a file."""
 
 
 COMMANDS: dict[str, Command] = {
@@ -32,6 +34,9 @@ COMMANDS: dict[str, Command] = {
     "data export": Command("realvr.data.commands", "export", "Convert between our JSONL and the training formats."),
     "world make": Command("realvr.world.commands", "make", "Draw splits of the synthetic world, in the real layouts."),
     "world show": Command("realvr.world.commands", "show", "A contact sheet of scenes with questions and boxes."),
+    "train sft": Command("realvr.training.commands", "sft", "Stage 1: latents reconstruct visual evidence.", raw=True),
+    "train rl": Command("realvr.training.commands", "rl", "Stage 2: LVR-RL, ReaLVR and its ablations.", raw=True),
+    "train base": Command("realvr.training.commands", "base", "Train all parameters of a small model.", raw=True),
     "demo": Command("realvr.commands.demo", "demo", "A model of each family answers a question through the real path."),
 }
 
@@ -84,10 +89,12 @@ def _dispatch(args: list[str]) -> int:
 
 
 def _run(name: str, args: list[str]) -> int:
-    import tyro
-
     command = COMMANDS[name]
     function = getattr(importlib.import_module(command.module), command.function)
+    if command.raw:
+        return int(function(args) or 0)
+    import tyro
+
     # The docstring up to its Args section is shown as it stands, examples included.
     text = (inspect.getdoc(function) or command.summary).split("\nArgs:")[0].strip()
     code = tyro.cli(function, prog=f"realvr {name}", description=text, args=args)

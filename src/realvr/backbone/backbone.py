@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,18 @@ class Backbone:
     @property
     def dtype(self) -> torch.dtype:
         return self.core.get_input_embeddings().weight.dtype
+
+    @cached_property
+    def end_of_turn_id(self) -> int:
+        """The id with which the chat template ends a reply, where it is one that stops decoding; else the tokenizer's
+        end of sequence. It is what a model is taught to stop with."""
+        reply = self.prompts.encode_text("ok")[0]
+        ids = self.prompt([Turn("user", "ok?"), Turn("assistant", ids=reply)], generation_prompt=False).ids.tolist()
+        starts = [i for i in range(len(ids) - len(reply)) if ids[i : i + len(reply)] == reply]
+        after = ids[starts[-1] + len(reply)] if starts else None
+        if after in self.eos_ids:
+            return int(after)
+        return int(self.tokenizer.eos_token_id if self.tokenizer.eos_token_id is not None else self.eos_ids[0])
 
     @property
     def text_config(self) -> Any:
