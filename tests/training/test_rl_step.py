@@ -7,9 +7,12 @@ both sides, and to 5e-8 with the stock one.
 
 from __future__ import annotations
 
+import ast
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -335,6 +338,26 @@ def test_options_of_the_reference_change_nothing(exact: Pair, data: Data) -> Non
     assert plain.passes == 2 * G + 2 * K + 4  # completions, latent steps, answers: a whole prompt each
 
 
+def test_the_reference_imports_nothing_of_ours() -> None:
+    tree = ast.parse(Path(naive.__file__).read_text())
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    foreign = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names)
+    assert "torch" in foreign and foreign <= {"torch", "transformers"}
+
+
+@ONE_FAMILY
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_reference_runs_in_other_formats(data: Data, marked: Path, exact: Pair, dtype: torch.dtype) -> None:
+    """As the benchmark uses it: precomputed numbers in any format, a backward per term, completions as rows."""
+    expected = float(right(exact, data, RlOptions(detach=False)).loss.detach())
+    narrow = Pair(exact.ours, reference.load(marked, dtype, "sdpa", DEVICE))
+    outcome = right(narrow, data, RlOptions(detach=False), backward=True, together=True)
+    assert float(outcome.loss) == pytest.approx(expected, rel=1e-5 if dtype == torch.float32 else 0.1)
+    found = [p.grad for p in narrow.stock.parameters() if p.requires_grad]
+    assert all(g is not None and bool(g.isfinite().all()) for g in found)
+
+
 # ---------------------------------------------------------------------- the same numbers another way
 
 
@@ -343,7 +366,7 @@ def test_memory_modes_agree(exact: Pair, data: Data, variant: str) -> None:
     results = []
     for memory in ("cached", "checkpointed-prefill", "checkpointed"):
         loss, _ = ours(exact, data, replace(VARIANTS[variant], memory=memory))
-        results.append((float(loss), gradients(exact.ours.model, loss)))
+        results.append((float(loss.detach()), gradients(exact.ours.model, loss)))
     for loss, found in results[1:]:
         assert loss == pytest.approx(results[0][0], rel=1e-12)
         assert relative(found, results[0][1]) <= 1e-12
@@ -354,7 +377,7 @@ def test_parts_add_up(exact: Pair, data: Data, variant: str) -> None:
     options = VARIANTS[variant]
     whole, _ = ours(exact, data, options)
     parts = {part: ours(exact, data, options, part=part) for part in ("policy", "evidence")}
-    assert float(sum(loss for loss, _ in parts.values())) == pytest.approx(float(whole), rel=1e-12)
+    assert float(sum(loss.detach() for loss, _ in parts.values())) == pytest.approx(float(whole.detach()), rel=1e-12)
     apart = [gradients(exact.ours.model, loss) for loss, _ in parts.values()]
     together = {name: apart[0][name] + apart[1][name] for name in apart[0]}
     assert relative(together, gradients(exact.ours.model, whole)) <= 1e-12
@@ -392,7 +415,7 @@ def test_order_of_prompts_does_not_matter(exact: Pair, data: Data) -> None:
 
 def grads(pair: Pair, data: Data, options: RlOptions, part: str | None = None) -> tuple[float, dict[str, Tensor]]:
     loss, _ = ours(pair, data, options, part=part)
-    return float(loss), gradients(pair.ours.model, loss)
+    return float(loss.detach()), gradients(pair.ours.model, loss)
 
 
 @ONE_FAMILY

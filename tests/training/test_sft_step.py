@@ -18,7 +18,8 @@ import reference
 from helpers import DEVICE, ask
 from pair import Pair, gradients, relative
 from realvr.backbone import Probe, Prompt
-from realvr.training import sft_step
+from realvr.training import loop, sft_step
+from realvr.training.base import BaseBatch
 from realvr.training.sft_step import SftBatch, SftExample, SftStep, pack_rows
 
 TOLERANCE = 1e-10
@@ -415,6 +416,14 @@ def test_hidden_images_get_no_attention_from_the_response(
             column += len(e)
     real = micro.real_RT[None, :, None].expand(weights.shape[:-1])
     assert torch.allclose(weights.sum(-1)[real], torch.ones((), dtype=torch.float64))
+
+
+@ONE_FAMILY
+def test_the_loop_can_name_the_examples_of_a_batch(exact: Pair, examples: list[SftExample]) -> None:
+    micro = pack_rows(exact.ours, [examples])
+    everything = ["row 0", "row 1", "row 2", "row 3"]
+    assert loop._ids(micro) == everything
+    assert loop._ids(BaseBatch(micro, torch.zeros(0), torch.zeros(0), {})) == everything
 
 
 @ONE_FAMILY
