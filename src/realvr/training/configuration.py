@@ -115,13 +115,13 @@ def _section(annotation: Any) -> type[BaseModel] | None:
 
 
 def _suggestion(key: str, model: type[BaseModel], prefix: str) -> str:
-    close = get_close_matches(key, list(model.model_fields), n=1)
-    if close:
-        return f"; did you mean '{prefix}{close[0]}'?"
     for name, field in model.model_fields.items():
         inner = _section(field.annotation)
         if inner is not None and key in inner.model_fields:
             return f"; did you mean '{prefix}{name}.{key}'?"
+    close = get_close_matches(key, list(model.model_fields), n=1)
+    if close:
+        return f"; did you mean '{prefix}{close[0]}'?"
     return f"; known here: {', '.join(model.model_fields)}"
 
 

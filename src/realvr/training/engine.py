@@ -35,10 +35,16 @@ class Engine:
 
     def __init__(self, cpu: bool = False) -> None:
         from accelerate import Accelerator
+        from accelerate.utils import DistributedDataParallelKwargs
 
+        # Buffers are constants (rotary frequencies): broadcasting them before every pass would cost time and, with two
+        # passes before a backward, change tensors that autograd has saved.
+        ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
         # Explicitly "no": a launcher's environment must not switch autocast on behind the settings' back.
         cpu = cpu or not torch.cuda.is_available()
-        self.accelerator = Accelerator(cpu=cpu, mixed_precision="no", gradient_accumulation_steps=1)
+        self.accelerator = Accelerator(
+            cpu=cpu, mixed_precision="no", gradient_accumulation_steps=1, kwargs_handlers=[ddp]
+        )
         self._wrapped: nn.Module | None = None
         self._optimizer: Any = None
 
@@ -202,8 +208,9 @@ class Engine:
     def load(self, directory: Path) -> None:
         """Read back what ``save`` wrote. Every rank calls it."""
         tensors, own = read_tensors(directory / "model.safetensors"), dict(self._saved())
-        if set(tensors) != set(own):
-            odd = sorted(set(tensors) ^ set(own))[0]
+        shapes = [{(name, tuple(tensor.shape)) for name, tensor in found.items()} for found in (tensors, own)]
+        if shapes[0] != shapes[1]:
+            odd = sorted(shapes[0] ^ shapes[1])[0][0]
             raise ValueError(f"the model has other parameters than the checkpoint, among them {odd}")
         with torch.no_grad():
             for name, tensor in own.items():

@@ -133,13 +133,13 @@ class _Run:
         every = [str(name) for batch in prepared.microbatches for name in _ids(batch)]
         every = every or [str(row["id"]) for row in prepared.table if "id" in row]
         gathered = self.engine.gather_objects((own, every))
-        names: list[str] = sum((part[0] for part in gathered), []) or sum((part[1] for part in gathered), [])
+        names = [name for part in gathered for name in part[0]] or [name for part in gathered for name in part[1]]
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         return f"examples {shown}" if names else f"{len(prepared.microbatches)} microbatches"
 
 
 def _ids(batch: Any) -> list[Any]:
-    found = batch.get("ids") if isinstance(batch, dict) else getattr(batch, "names", None)
+    found = batch.get("names") if isinstance(batch, dict) else getattr(batch, "names", None)
     return list(found) if isinstance(found, list | tuple) else []
 
 

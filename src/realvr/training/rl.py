@@ -8,6 +8,7 @@ batch over ranks and microbatches is the same step.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,18 +69,33 @@ class RlTask:
         self.samples: Mixture[Sample] = mixture(settings.data)  # the global order, on every rank
         self.bank = NegativeBank(settings.bank)
         self._kept: list[RlBatch] = []
+        self._rolls: list[Rollout] | None = None
+        self._before: dict[str, Any] = {}
+        self._state: dict[str, Any] = {}
 
     @property
     def uses_evidence(self) -> bool:
         return self.options.lambda_ev != 0 and self.settings.model.latents > 0
 
     def prepare(self, step: int) -> Prepared:
-        if self._kept and step % self.settings.updates_per_rollout:
-            return Prepared(self._kept)
+        if step % self.settings.updates_per_rollout == 0:
+            if self._rolls is not None and not self._kept:  # resumed after the last update on the saved rollouts
+                self._restore(self._state["after"])
+            self._rolls = None
+            return self._collect(step)
+        if not self._kept:  # resumed between two updates on the same rollouts: they were saved, the rest is rebuilt
+            self._collect(step - step % self.settings.updates_per_rollout)
+        return Prepared(self._kept)
+
+    def _collect(self, step: int) -> Prepared:
+        """Take the next prompts, roll them out (unless that was done before a kill), and build the microbatches."""
+        self._before = self._position()
         mine = self._take()
         size = self.settings.optim.microbatch
         first = self.ranks.rank * len(mine)
-        rolled = [self._roll(mine[i : i + size], step, first + i) for i in range(0, len(mine), size)]
+        saved: Sequence[Rollout | None] = self._rolls or [None] * (len(mine) // size)
+        starts = range(0, len(mine), size)
+        rolled = [self._roll(mine[i : i + size], step, first + i, done) for i, done in zip(starts, saved, strict=True)]
         everyone = [p for part in self.ranks.gather_objects([p for r in rolled for p in r.prototypes]) for p in part]
         micro, place = [], first
         for part in rolled:
@@ -90,7 +106,7 @@ class RlTask:
         for batch in micro:
             batch.policy_denominator = torch.tensor(max(total, 1e-12), device=self.backbone.device)
         self.bank.add(everyone)
-        self._kept = micro
+        self._kept, self._rolls = micro, [part.rollout for part in rolled]
         return Prepared(micro, self._metrics(rolled), self._table(rolled))
 
     # ------------------------------------------------------------------ data
@@ -126,13 +142,13 @@ class RlTask:
     # ------------------------------------------------------------------ rollout
 
     @torch.no_grad()
-    def _roll(self, pairs: list[tuple[Sample, Prompt]], step: int, place: int) -> _Rolled:
+    def _roll(self, pairs: list[tuple[Sample, Prompt]], step: int, place: int, done: Rollout | None = None) -> _Rolled:
         settings = self.settings
         samples, prompts = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         visual = self.backbone.see([image for prompt in prompts for image in prompt.images])
         sampling = Sampling(settings.temperature, settings.top_p, settings.top_k, settings.max_new)
         seeds = [_seed(settings.run.seed, step, place + i) for i in range(len(pairs))]
-        result = rollout(
+        result = done or rollout(
             self.backbone,
             prompts,
             group=settings.group,
@@ -172,7 +188,7 @@ class RlTask:
         micro = RlBatch(
             batch=self.backbone.batch(part.prompts),
             visual=part.visual,
-            latents_BKD=part.rollout.latents_BKD,
+            latents_BKD=part.rollout.latents_BKD.to(device),
             ids_BGS=ids,
             real_BGS=real,
             old_logp_BGS=logp,
@@ -261,19 +277,42 @@ class RlTask:
 
     # ------------------------------------------------------------------ life of the run
 
-    def state_dict(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, Any]:
         bank = self.bank.state_dict()
         return {"samples": self.samples.state_dict(), "bank": bank, "rejected": dict(self.encoder.rejected)}
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where the data stands. Between two updates on the same rollouts: where it stood before them, and the
+        rollouts, which a policy that has moved on could not repeat."""
+        if self.settings.updates_per_rollout == 1 or self._rolls is None:
+            return {**self._position(), "rollouts": []}
+        return {**self._before, "rollouts": [_pack(each) for each in self._rolls], "after": self._position()}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.samples.load_state_dict(state["samples"])
-        self.bank.load_state_dict(state["bank"])
-        self.encoder.rejected.clear()
-        self.encoder.rejected.update(state["rejected"])
         self._kept = []
+        self._rolls = [_unpack(each) for each in state["rollouts"]] or None
+        self._state = state
+        self._restore(state)
+
+    def _restore(self, position: dict[str, Any]) -> None:
+        self.samples.load_state_dict(position["samples"])
+        self.bank.load_state_dict(position["bank"])
+        self.encoder.rejected.clear()
+        self.encoder.rejected.update(position["rejected"])
 
     def export(self, directory: Path) -> None:
         self.adapters.export(self.backbone, directory)
+
+
+def _pack(result: Rollout) -> dict[str, Any]:
+    completions = [[vars(completion) for completion in group] for group in result.completions]
+    latents = result.latents_BKD.detach().cpu()
+    return {"completions": completions, "latents": latents, "temperature": result.temperature}
+
+
+def _unpack(state: dict[str, Any]) -> Rollout:
+    completions = [[Completion(**completion) for completion in group] for group in state["completions"]]
+    return Rollout(completions, state["latents"], float(state["temperature"]))
 
 
 def _seed(seed: int, step: int, place: int) -> int:

@@ -45,8 +45,11 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, on the CPU."""
-    return load_file(path)
+    """The tensors of a safetensors file, on the CPU. A damaged file raises ValueError."""
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path.name}: {error}") from error
 
 
 def write_text(path: Path, text: str) -> None:
