@@ -110,7 +110,7 @@ class RegressionTask:
         batches = [
             {
                 "index": number,
-                "ids": [f"row-{i}" for i in own[cut : cut + options.microbatch]],
+                "names": [f"row-{i}" for i in own[cut : cut + options.microbatch]],
                 "x": x[cut : cut + options.microbatch],
                 "y": y[cut : cut + options.microbatch],
                 "normaliser": options.batch,
