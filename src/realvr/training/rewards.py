@@ -67,7 +67,10 @@ def _user_reward(name: str) -> Reward:
     if spec is None or spec.loader is None:
         raise UserError(f"reward '{name}': {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's file raises
+        raise UserError(f"reward '{name}': {path} cannot be imported ({type(error).__name__}: {error})") from error
     found = getattr(module, function, None)
     if not callable(found):
         raise UserError(f"reward '{name}': {path} has no function '{function}'")

@@ -112,25 +112,29 @@ class RlTask:
     # ------------------------------------------------------------------ data
 
     def _take(self) -> list[tuple[Sample, Prompt]]:
-        """This rank's share of the next global batch. Every rank walks the same order and encodes only its own, so a
-        rejected sample is replaced on all ranks alike."""
-        wanted, share = self.settings.optim.batch, self.settings.optim.batch // self.ranks.world
-        accepted: list[tuple[Sample, Prompt]] = []
+        """This rank's share of the next global batch.
+
+        Every rank walks the same order, encodes a part of it and hears from the others which samples cannot be used, so
+        that the global batch is the same whatever the number of ranks.
+        """
+        wanted, rank, world = self.settings.optim.batch, self.ranks.rank, self.ranks.world
+        share = wanted // world
+        accepted: list[tuple[Sample, Prompt | None]] = []
         fruitless = 0
         stream = iter(self.samples)
-        while len(accepted) < share:
-            block = [next(stream) for _ in range(wanted - len(accepted) * self.ranks.world)]
-            per_rank = len(block) // self.ranks.world
-            own = block[self.ranks.rank * per_rank : (self.ranks.rank + 1) * per_rank]
-            encoded = [(sample, self._encode(sample)) for sample in own]
-            usable = [(sample, prompt) for sample, prompt in encoded if prompt is not None]
-            # All ranks continue with the number that the worst of them could use.
-            count = min(self.ranks.gather_objects(len(usable)))
-            accepted += usable[:count]
-            fruitless = 0 if count else fruitless + len(block)
+        while len(accepted) < wanted:
+            block = [next(stream) for _ in range(wanted - len(accepted))]
+            size = -(-len(block) // world)
+            mine = {i: self._encode(block[i]) for i in range(rank * size, min((rank + 1) * size, len(block)))}
+            usable = {i for part in self.ranks.gather_objects([i for i in mine if mine[i] is not None]) for i in part}
+            accepted += [(sample, mine.get(i)) for i, sample in enumerate(block) if i in usable]
+            fruitless = 0 if usable else fruitless + len(block)
             if fruitless > self.samples.epoch_size:
                 raise UserError(f"no prompt of the data can be used: {dict(self.encoder.rejected)}")
-        return accepted
+        own = accepted[rank * share : (rank + 1) * share]
+        # After a rejection a share may hold samples that another rank has encoded.
+        pairs = [(sample, prompt or self._encode(sample)) for sample, prompt in own]
+        return [(sample, prompt) for sample, prompt in pairs if prompt is not None]
 
     def _encode(self, sample: Sample) -> Prompt | None:
         truth = answers.canonical(sample.answer, sample.choices)

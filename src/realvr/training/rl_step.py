@@ -90,7 +90,8 @@ class RlStep(nn.Module):
         prompt, _ = prefill(self.backbone, micro.batch, micro.visual, checkpointed=options.memory != "cached")
         loss = prompt.last_BD.sum() * 0.0
         metrics: Metrics = {}
-        replayed, states_BKD = splice(self.backbone, prompt, micro.latents_BKD)
+        checkpointed = options.memory != "cached"
+        replayed, states_BKD = splice(self.backbone, prompt, micro.latents_BKD, checkpointed=checkpointed)
         if part != "evidence":
             policy = self._policy(micro, replayed, metrics)
             loss = loss + policy
@@ -121,6 +122,7 @@ class RlStep(nn.Module):
             micro.real_BGS,
             temperature=options.temperature or 1.0,
             forbidden=self.forbidden,
+            checkpointed=options.memory != "cached",
         )
         loss = grpo.loss(
             logp,

@@ -5,8 +5,8 @@ position before slot t is trained to reconstruct target t. Cross-entropy covers 
 not the slots.
 
 Departures from the paper: the reconstruction error is a mean over d (the paper's table; its equation sums, which is
-``reduction="sum"``). Two options are ours and off by default: position jitter, and hiding the image from response
-queries in a share of the examples, so that the response can read it through the slots only.
+``reduction="sum"``). Two options are ours and off by default: position jitter, and hiding the image from all text of
+a share of the examples, so that the response can read it through the latents only.
 """
 
 from __future__ import annotations
@@ -160,9 +160,12 @@ def pack_rows(
             stop = column + len(example)
             segment[r, column:stop], real[r, column:stop] = number, True
             first = column + example.prompt_length
-            if hidden_ratio and float(torch.rand((), generator=generator)) < hidden_ratio:
-                veil[r, column:first][out["image"][r, column:first]] = 1
-                veil[r, first + len(example.targets) + 2 if len(example.targets) else first : stop] = 2
+            hide = bool(hidden_ratio) and float(torch.rand((), generator=generator)) < hidden_ratio
+            if hide and len(example.targets):
+                # All text but <|lvr_start|>, whose state is the first latent: what text cannot see it cannot pass on.
+                veil[r, column:stop] = torch.where(out["slot"][r, column:stop], 0, 2)
+                veil[r, column:stop][out["image"][r, column:stop]] = 1
+                veil[r, first] = 0
             learned = (torch.arange(first, stop)[~out["slot"][r, first:stop]]).tolist()
             predict += [(r, c - 1) for c in learned]
             labels += out["ids"][r, learned].tolist()
