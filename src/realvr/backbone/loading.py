@@ -60,6 +60,8 @@ def load(
     chosen = latents if latents is not None else int(known.get("latents", DEFAULT_LATENTS))
     backbone = Backbone(model, tokenizer, family, processor, markers, chosen, markers_added=added)
     backbone.side_files = _side_files(source)
+    if backbone.mrope and backbone.windowed:
+        raise UserError(f"{source}: sliding-window layers together with multimodal rotary positions are not supported")
     backbone.freeze_vision()
     model.eval()
     return backbone
