@@ -17,6 +17,8 @@ from realvr.data.sample import Box, ImageRef, Message, Sample, strip_image_tags
 from realvr.data.streams import json_rows
 
 BOX_REQUEST = "Please provide the bounding box coordinate of the region that can help you answer the question better."
+LARGEST_SIDE = 1 << 20
+"""No image is this wide or high, whatever its row says."""
 _REQUEST = re.compile(re.escape(BOX_REQUEST) + r"\s*")
 
 
@@ -45,7 +47,8 @@ def _images(row: dict[str, Any], ctx: Context) -> tuple[list[ImageRef], list[tup
 def _size(row: dict[str, Any], images: list[ImageRef], index: int) -> tuple[int, int]:
     """Size that a pixel box refers to: the row's own, where it is given for a single image, else the image's header."""
     width, height = row.get("width"), row.get("height")
-    if len(images) == 1 and isinstance(width, int) and isinstance(height, int) and width > 0 and height > 0:
+    given = isinstance(width, int) and isinstance(height, int)
+    if len(images) == 1 and given and 0 < width < LARGEST_SIDE and 0 < height < LARGEST_SIDE:
         return width, height
     return images[index].size
 
