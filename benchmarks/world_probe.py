@@ -41,9 +41,14 @@ IDS = {word: k + 1 for k, word in enumerate(WORDS)}
 LONGEST, OPTION = 28, 6
 
 
+def words_of(text: str) -> list[str]:
+    """Words of a text, as the probe reads them."""
+    return re.findall(r"[a-z0-9]+", text.lower())
+
+
 def encode(text: str, length: int) -> list[int]:
     """Word ids, padded with 0."""
-    ids = [IDS[word] for word in re.findall(r"[a-z0-9]+", text.lower())][:length]
+    ids = [IDS[word] for word in words_of(text)][:length]
     return ids + [0] * (length - len(ids))
 
 

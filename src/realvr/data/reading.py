@@ -18,7 +18,6 @@ from realvr.data.reasons import BadRow
 from realvr.data.sample import ImageRef, Sample
 from realvr.errors import UserError
 
-
 DETAIL = 300
 """Characters of a detail that are shown: a damaged row may quote a name of any length."""
 

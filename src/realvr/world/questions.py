@@ -99,9 +99,7 @@ class Question:
         return replace(self, answer=outcome.answer, evidence=outcome.evidence)
 
 
-def _mixed(
-    every: tuple[str, ...], answer: str, there: list[str], scene: Scene, rng: np.random.Generator
-) -> list[str]:
+def _mixed(every: tuple[str, ...], answer: str, there: list[str], scene: Scene, rng: np.random.Generator) -> list[str]:
     """Wrong values in random order, behind what tempts because the picture shows it.
 
     That is everything shown where all values are equally common (easy scenes), else one of them: wanted answers are
@@ -116,9 +114,11 @@ def _pool(query: Query, answer: str, scene: Scene, rng: np.random.Generator, cou
     """Wrong answers, the most tempting first."""
     attribute = query.kind.removeprefix("at_").removeprefix("extreme_")
     if attribute in ("color", "shape", "direction", "texture", "size"):
-        return _mixed(values(attribute, scene), answer, [getattr(item, attribute) for item in scene.objects], scene, rng)
+        return _mixed(
+            values(attribute, scene), answer, [getattr(item, attribute) for item in scene.objects], scene, rng
+        )
     if query.kind == "count":
-        # Counts of 1 to 4 (3 to 5 on a small grid) are equally likely, so the same options for all of them tell nothing.
+        # Counts of 1 to 4 (3 to 5 on a small grid) are equally likely: the same options for all of them tell nothing.
         low = 2 if scene.grid == (3, 3) else 1
         low = low if low <= int(answer) < low + count else max(0, int(answer) - count + 1)
         return [str(n) for n in range(low, low + count) if str(n) != answer]

@@ -90,7 +90,9 @@ class Recipe:
         if unknown:
             raise UserError(f"no kind of question {unknown[0]!r}; there are {', '.join(FULL_KINDS)}")
         if self.kinds and self.split not in (*ANY_KIND, "counterfactual"):
-            raise UserError(f"split {self.split} has questions of its own; kinds can be chosen for {', '.join(ANY_KIND)}")
+            raise UserError(
+                f"split {self.split} has questions of its own; kinds can be chosen for {', '.join(ANY_KIND)}"
+            )
         if self.withheld and self.split not in ANY_KIND:
             raise UserError(f"split {self.split} uses any words; withheld can be chosen for {', '.join(ANY_KIND)}")
         style_for(*self.canvas)

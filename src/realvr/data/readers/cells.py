@@ -12,6 +12,7 @@ from realvr.data.reasons import BadRow
 from realvr.data.sample import FileSlice, ImageRef, decode_base64
 from realvr.data.streams import TableRow
 
+
 def inline_id(ctx: Context, column: str = "image") -> str:
     """Stable name of an image that lives inside a row."""
     return f"{ctx.file.name}#{ctx.row}/{column}"
@@ -42,7 +43,9 @@ def table_image(row: dict[str, Any], index: str, ctx: Context, column: str = "im
     if row[column] in by_index:
         return by_index[row[column]]
     if row[column].isdecimal():
-        raise BadRow(reasons.IMAGE_MISSING, f"column {column!r} names row {row[column]!r:.20}, which did not come before")
+        raise BadRow(
+            reasons.IMAGE_MISSING, f"column {column!r} names row {row[column]!r:.20}, which did not come before"
+        )
     by_digest: dict[bytes, ImageRef] = ctx.state.setdefault("digests", {})
     image = by_digest.get(row.image_digest)
     if image is None:

@@ -48,9 +48,7 @@ def _image(index: int, ctx: Context) -> ImageRef:
     if folder is None:
         folder = next((name for name in FOLDERS if (ctx.images / name).is_dir()), FOLDERS[0])
         ctx.state["folder"] = folder
-    suffix = next(
-        (end for end in SUFFIXES if (ctx.images / folder / f"{index}{end}").exists()), ".jpg"
-    )
+    suffix = next((end for end in SUFFIXES if (ctx.images / folder / f"{index}{end}").exists()), ".jpg")
     return ctx.image(f"{folder}/{index}{suffix}")
 
 

@@ -7,7 +7,7 @@ square, so reading it as a fraction of the image is wrong on every image that is
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, TypeGuard
 
 from realvr.data import reasons
 from realvr.data.readers.base import Context, Format, normal_box, parse_boxes, require, split_options
@@ -44,11 +44,14 @@ def _images(row: dict[str, Any], ctx: Context) -> tuple[list[ImageRef], list[tup
     return [ctx.image(name) for name in names], boxes
 
 
+def _is_side(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and 0 < value < LARGEST_SIDE
+
+
 def _size(row: dict[str, Any], images: list[ImageRef], index: int) -> tuple[int, int]:
     """Size that a pixel box refers to: the row's own, where it is given for a single image, else the image's header."""
     width, height = row.get("width"), row.get("height")
-    given = isinstance(width, int) and isinstance(height, int)
-    if len(images) == 1 and given and 0 < width < LARGEST_SIDE and 0 < height < LARGEST_SIDE:
+    if len(images) == 1 and _is_side(width) and _is_side(height):
         return width, height
     return images[index].size
 
