@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import warnings
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import NamedTuple
@@ -21,6 +22,8 @@ class Command(NamedTuple):
     module: str
     function: str
     summary: str
+    raw: bool = False
+    """The function takes the list of arguments as it is: its options are not known before it has read a file."""
 
 
 COMMANDS: dict[str, Command] = {
@@ -32,6 +35,9 @@ COMMANDS: dict[str, Command] = {
     "data export": Command("realvr.data.commands", "export", "Convert between our JSONL and the training formats."),
     "world make": Command("realvr.world.commands", "make", "Draw splits of the synthetic world, in the real layouts."),
     "world show": Command("realvr.world.commands", "show", "A contact sheet of scenes with questions and boxes."),
+    "train sft": Command("realvr.training.commands", "sft", "Stage 1: latents reconstruct visual evidence.", raw=True),
+    "train rl": Command("realvr.training.commands", "rl", "Stage 2: LVR-RL, ReaLVR and its ablations.", raw=True),
+    "train base": Command("realvr.training.commands", "base", "Train all parameters of a small model.", raw=True),
     "demo": Command("realvr.commands.demo", "demo", "A model of each family answers a question through the real path."),
 }
 
@@ -47,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code. 2 means that the input was wrong, and one line on stderr says what."""
     args = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(args)
+        with warnings.catch_warnings():
+            warnings.showwarning = _notice  # type: ignore[assignment]
+            return _dispatch(args)
     except UserError as error:
         print(f"realvr: error: {error}", file=sys.stderr)
         return 2
@@ -59,6 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # pipe.
         sys.stdout = None  # type: ignore[assignment]
         return 0
+
+
+def _notice(message: Warning | str, *where: object) -> None:
+    """A warning as a user should meet it: one line, without the source that raised it."""
+    print(f"realvr: note: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def _dispatch(args: list[str]) -> int:
@@ -84,10 +97,12 @@ def _dispatch(args: list[str]) -> int:
 
 
 def _run(name: str, args: list[str]) -> int:
-    import tyro
-
     command = COMMANDS[name]
     function = getattr(importlib.import_module(command.module), command.function)
+    if command.raw:
+        return int(function(args) or 0)
+    import tyro
+
     # The docstring up to its Args section is shown as it stands, examples included.
     text = (inspect.getdoc(function) or command.summary).split("\nArgs:")[0].strip()
     code = tyro.cli(function, prog=f"realvr {name}", description=text, args=args)

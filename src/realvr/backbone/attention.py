@@ -43,6 +43,8 @@ class Columns:
     (-1: none); only families whose image tokens attend to each other in both directions set it. ``place`` is the
     column's place in its own sequence, on which a sliding window is measured; only families with sliding windows set
     it (branches of one prompt stand side by side, so the distance between columns is not the distance between tokens).
+    ``veil`` hides visual tokens from some queries (an option of Stage 1): a key of veil 1 is invisible to queries of
+    veil 2.
     """
 
     length: int
@@ -50,15 +52,16 @@ class Columns:
     segment: Tensor | None = None
     block: Tensor | None = None
     place: Tensor | None = None
+    veil: Tensor | None = None
 
-    def facts(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        return self.real, self.segment, self.block, self.place
+    def facts(self) -> tuple[Tensor | None, ...]:
+        return self.real, self.segment, self.block, self.place, self.veil
 
     def visible(self, queries: int, window: int | None, device: torch.device) -> Tensor | None:
         """Boolean mask (B or 1, 1, queries, length) for the last ``queries`` columns, or None where plain causal
         (queries == length) or unmasked (queries == 1) attention is the same thing."""
         window = window if window is not None and window < self.length else None
-        plain = self.real is None and self.segment is None and window is None
+        plain = self.real is None and self.segment is None and self.veil is None and window is None
         if plain and (queries == 1 or (queries == self.length and self.block is None)):
             return None
         key = torch.arange(self.length, device=device)
@@ -73,6 +76,8 @@ class Columns:
         if self.segment is not None:
             k_segment = self.segment[:, None]
             mask = mask & ((k_segment == -1) | (k_segment == self.segment[:, -queries:, None]))
+        if self.veil is not None:
+            mask = mask & ~((self.veil[:, -queries:, None] == 2) & (self.veil[:, None] == 1))
         if self.real is not None:
             # A padding query sees at least itself: no row of the softmax is empty, so no NaN can leak.
             mask = (mask & self.real[:, None]) | (key == query)
@@ -85,7 +90,8 @@ class Probe:
 
     ``rows`` (B, R) indexes this pass's queries; None means all. ``columns`` selects keys by absolute column: a slice,
     or a (B, C) index; None means all. ``layers[l]`` is then (B, R, C), the mean over heads, or (B, H, R, C) with
-    ``heads``. Rows are detached unless ``gradient`` is set.
+    ``heads``. Rows are detached unless ``gradient`` is set. They are float32 also for a half-precision model: a readout
+    takes means and small differences of them.
     """
 
     rows: Tensor | None = None
@@ -171,7 +177,7 @@ class Pass:
 
 def _weights(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float, causal: bool) -> Tensor:
     """Post-softmax attention (B, H, R, Tk) of ``query`` (B, H, R, d) on ``key`` (B, H_kv, Tk, d), without repeating
-    keys."""
+    keys. In float32 or wider."""
     batch, heads, rows, width = query.shape
     kv_heads, length = key.shape[1], key.shape[2]
     folded = query.reshape(batch, kv_heads, heads // kv_heads * rows, width)
@@ -182,7 +188,7 @@ def _weights(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float, ca
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     wide = torch.promote_types(scores.dtype, torch.float32)
-    return scores.softmax(-1, dtype=wide).to(query.dtype)
+    return scores.softmax(-1, dtype=wide)
 
 
 def _rows(probe: Probe, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
@@ -245,7 +251,7 @@ def attend(
     for probe in realvr.probes:
         realvr.record(layer, probe.layers, _rows(probe, query, key, mask, scale))
     if realvr.matrix is not None:
-        weights = _weights(query, key, mask, scale, causal=queries > 1)
+        weights = _weights(query, key, mask, scale, causal=queries > 1).to(query.dtype)
         realvr.record(layer, realvr.matrix.layers, weights)
         out = weights @ repeat_kv(value, query.shape[1] // value.shape[1])
         return out.transpose(1, 2).contiguous(), None

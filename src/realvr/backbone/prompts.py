@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from realvr.backbone.families import LVR_END, LVR_SLOT, LVR_START, MARKERS
-from realvr.backbone.types import Prompt, Turn
+from realvr.backbone.types import ImageInput, Prompt, Turn
 from realvr.errors import UserError
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class PromptEncoder:
         self._check(turns)
         items = self._expand(self._render(turns, generation_prompt), turns)
         sources = [source for turn in turns for source in turn.images]
-        images = tuple(self.processor(source) for source in sources)
+        images = tuple(source if isinstance(source, ImageInput) else self.processor(source) for source in sources)
         ids = self._write(items, images)
         visual = sum(image.tokens for image in images)
         if len(ids) > self.context_length:

@@ -60,7 +60,7 @@ class Turn:
 
     role: Literal["system", "user", "assistant"]
     text: str = ""
-    images: list[Any] = field(default_factory=list)  # paths, encoded bytes or Pillow images
+    images: list[Any] = field(default_factory=list)  # paths, encoded bytes, Pillow images or processed ImageInputs
     latents: Tensor | None = None
     ids: list[int] | None = None
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from realvr.backbone.attention import Columns, Segments
 
-_NEUTRAL = (True, -1, -1, 0)  # real, segment (the trunk), block (no image), place (always given by both sides)
+# real, segment (the trunk), block (no image), place (always given by both sides), veil (sees and is seen)
+_NEUTRAL: tuple[bool | int, ...] = (True, -1, -1, 0, 0)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
@@ -30,6 +31,23 @@ class Prepared:
     """What is known before the forward passes: rewards, lengths, group statistics."""
     table: list[dict[str, Any]] = field(default_factory=list)
     """A few sampled completions to show, JSON-compatible."""
+
+
+class Ranks(Protocol):
+    """What a stage may ask of the engine."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order, on every rank."""
+        ...
 
 
 class Task(Protocol):

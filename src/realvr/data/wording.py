@@ -1,0 +1,33 @@
+"""How a sample is put to a model, and what its answer looks like: the same words in training and in evaluation."""
+
+from __future__ import annotations
+
+from realvr.data.sample import LETTERS, Sample
+
+LETTER_INSTRUCTION = "Answer with the letter of the option inside <answer> and </answer>."
+FREE_INSTRUCTION = "Put the final answer inside <answer> and </answer>."
+
+
+def question_text(sample: Sample) -> str:
+    """Question, options, instruction."""
+    lines = [sample.question.strip()]
+    lines += [f"({letter}) {choice}" for letter, choice in zip(LETTERS, sample.choices, strict=False)]
+    lines.append(LETTER_INSTRUCTION if sample.choices else FREE_INSTRUCTION)
+    return "\n".join(lines)
+
+
+def formatted(answer: str) -> str:
+    """``Fmt(y)``: the answer as a model is to write it."""
+    return f"<answer>{answer}</answer>"
+
+
+def content_span(answer: str) -> tuple[int, int]:
+    """Characters of ``formatted(answer)`` that are the answer itself: where ``J(y)`` looks."""
+    return len("<answer>"), len("<answer>") + len(answer)
+
+
+def response_text(sample: Sample) -> str:
+    """The reply that Stage 1 teaches: the data's own where it has an answer block, else the formatted answer."""
+    if "<answer>" in sample.response and "</answer>" in sample.response:
+        return sample.response
+    return formatted(sample.answer)

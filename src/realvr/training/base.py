@@ -1,0 +1,263 @@
+"""Training a base model from nothing: all parameters, vision included.
+
+Not in the paper, which has pretrained backbones: the embedded world needs a model that can see. A small model does not
+learn to see from answer letters alone, so three signals are combined: the answer in words and as a letter, a caption,
+and a dense auxiliary loss that reads colour and shape of the object under every visual token from that token alone (two
+linear heads that are dropped at export).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from realvr.backbone.backbone import Backbone, VisualTokens
+from realvr.backbone.types import Grid, Prompt, Turn
+from realvr.data.boxes import token_boxes
+from realvr.data.mixture import Mixture
+from realvr.data.sample import Sample
+from realvr.data.wording import formatted, response_text
+from realvr.errors import UserError
+from realvr.latent.engine import advance, token_logprobs
+from realvr.training.examples import Encoder, load_sources
+from realvr.training.sft import load_backbone
+from realvr.training.sft_step import SftBatch, SftExample, pack_rows
+from realvr.training.task import Metrics, Prepared, Ranks
+
+CAPTION_REQUEST = "Describe the image."
+ATTRIBUTES = ("color", "shape")
+NOTHING = ""
+
+
+@dataclass
+class BaseBatch:
+    """Rows of one example each (question or caption), and dense labels of every visual token."""
+
+    rows: SftBatch
+    caption_M: Tensor  # bool: the labelled token belongs to a caption
+    dense_NA: Tensor  # class of each visual token per attribute; -1 where unknown
+    totals: dict[str, float]
+
+    @property
+    def names(self) -> list[str]:
+        return self.rows.names
+
+    def to(self, device: torch.device) -> BaseBatch:
+        self.rows.to(device)
+        self.caption_M, self.dense_NA = self.caption_M.to(device), self.dense_NA.to(device)
+        return self
+
+
+class BaseStep(nn.Module):
+    """``forward(microbatch, part=None) -> (loss, metrics)``; see the contract in ``task.py``."""
+
+    def __init__(self, backbone: Backbone, settings: Any, classes: Sequence[int]) -> None:
+        super().__init__()
+        self.model = backbone.model
+        self.backbone = backbone
+        self.weights = {
+            "next_token": settings.next_token_weight,
+            "caption": settings.caption_weight,
+            "dense": settings.dense_weight,
+        }
+        self.heads = nn.ModuleList(
+            nn.Linear(backbone.width, count, device=backbone.device, dtype=backbone.dtype) for count in classes
+        )
+
+    def forward(self, micro: BaseBatch, part: str | None = None) -> tuple[Tensor, Metrics]:
+        rows = micro.rows
+        visual = self.backbone.see(rows.images, train=True)
+        hidden = self._read(rows, visual)
+        predicting = hidden[rows.predict_M2[:, 0], rows.predict_M2[:, 1]]
+        logp, _ = token_logprobs(self.backbone, predicting, rows.labels_M)
+        losses = {
+            "next_token": -torch.where(micro.caption_M, 0.0, logp).sum() / micro.totals["next_token"],
+            "caption": -torch.where(micro.caption_M, logp, 0.0).sum() / micro.totals["caption"],
+            "dense": self._dense(visual.features_ND, micro),
+        }
+        loss = hidden.sum() * 0.0 + visual.features_ND.sum() * 0.0
+        for name, value in losses.items():
+            if part in (None, name):
+                loss = loss + self.weights[name] * value
+        share = torch.tensor(len(rows.names) / micro.totals["examples"], device=loss.device)
+        metrics: Metrics = {f"loss/{name}": (value.detach().float(), share) for name, value in losses.items()}
+        metrics["loss"] = (loss.detach().float(), share)
+        return loss, metrics
+
+    def _read(self, rows: SftBatch, visual: VisualTokens) -> Tensor:
+        embeds = self.backbone.embed(rows.ids_RT.masked_fill(rows.image_RT, 0))
+        embeds = embeds.masked_scatter(rows.image_RT[..., None], visual.features_ND.to(embeds.dtype))
+        return advance(
+            self.backbone,
+            None,
+            embeds,
+            rows.positions,
+            real_BT=rows.real_RT,
+            segment_BT=rows.segment_RT,
+            place_BT=rows.place_RT if self.backbone.windowed else None,
+            image_BT=rows.image_RT,
+            deepstack=visual.deepstack,
+        )[1]
+
+    def _dense(self, features_ND: Tensor, micro: BaseBatch) -> Tensor:
+        total = features_ND.sum() * 0.0
+        for number, head in enumerate(self.heads):
+            labels = micro.dense_NA[:, number]
+            total = total + nn.functional.cross_entropy(
+                head(features_ND).float(), labels, ignore_index=-1, reduction="sum"
+            )
+        return total / micro.totals["dense"]
+
+
+class BaseTask:
+    """One optimizer step is ``optim.batch`` samples over all ranks; each gives a question row and, where it has one, a
+    caption row."""
+
+    parts = ("next_token", "caption", "dense")
+
+    def __init__(self, backbone: Backbone, settings: Any, ranks: Ranks) -> None:
+        self.backbone, self.settings, self.ranks = backbone, settings, ranks
+        if settings.optim.batch % (ranks.world * settings.optim.microbatch):
+            raise UserError(
+                f"optim.batch is {settings.optim.batch}: it must be a multiple of {ranks.world} ranks x "
+                f"optim.microbatch {settings.optim.microbatch}"
+            )
+        backbone.model.requires_grad_(True)
+        samples, weights, _ = load_sources(settings.data)
+        shares = weights if len(samples) > 1 or 0 in weights.values() else None
+        self.samples: Mixture[Sample] = Mixture(samples, shares, settings.data.seed, rank=ranks.rank, world=ranks.world)
+        self.classes = [_classes(samples.values(), attribute) for attribute in ATTRIBUTES]
+        self.module = BaseStep(backbone, settings, [len(names) for names in self.classes])
+        self.encoder = Encoder(backbone, backbone.context_length)
+
+    def prepare(self, step: int) -> Prepared:
+        optim = self.settings.optim
+        share = optim.batch // self.ranks.world
+        generator = torch.Generator().manual_seed((self.settings.run.seed * 1_000_003 + step) * 4099 + self.ranks.rank)
+        stream = self._examples()
+        pairs = [next(stream) for _ in range(share)]
+        micro = [
+            self._batch(pairs[i : i + optim.microbatch], generator) for i in range(0, len(pairs), optim.microbatch)
+        ]
+        own = {
+            "next_token": sum(int((~m.caption_M).sum()) for m in micro),
+            "caption": sum(int(m.caption_M.sum()) for m in micro),
+            "dense": sum(int((m.dense_NA >= 0).sum()) for m in micro),
+            "examples": sum(len(m.rows.names) for m in micro),
+        }
+        everyone = self.ranks.gather_objects(own)
+        totals = {name: float(max(sum(each[name] for each in everyone), 1)) for name in own}
+        tokens = torch.tensor(float(sum(int(m.rows.real_RT.sum()) for m in micro)), device=self.backbone.device)
+        for batch in micro:
+            batch.totals = totals
+            batch.to(self.backbone.device)
+        world = torch.tensor(1 / self.ranks.world, device=self.backbone.device)
+        return Prepared(micro, {"tokens": (tokens, world)})
+
+    def _examples(self) -> Iterator[tuple[list[SftExample], list[bool], list[Tensor]]]:
+        """Rows of a sample, whether each is a caption, and the dense labels of each row's visual tokens."""
+        fruitless = 0
+        for sample in self.samples:
+            found = self._encode(sample)
+            if found is not None:
+                fruitless = 0
+                yield found
+                continue
+            fruitless += 1
+            if fruitless > self.samples.epoch_size:
+                raise UserError(f"no example of the data can be used: {dict(self.encoder.rejected)}")
+
+    def _encode(self, sample: Sample) -> tuple[list[SftExample], list[bool], list[Tensor]] | None:
+        prompt = self.encoder.prompt(sample)
+        if prompt is None:
+            return None
+        rows, captions = [self._row(prompt, spoken(sample), sample.id)], [False]
+        labels = [_dense_labels(sample, [image.grid for image in prompt.images], self.classes)]
+        caption = sample.meta.get("caption")
+        if isinstance(caption, str) and caption and len(prompt.images) == 1:
+            request = self.backbone.prompt([Turn("user", CAPTION_REQUEST, list(prompt.images))])
+            rows.append(self._row(request, caption, f"{sample.id}/caption"))
+            captions.append(True)
+            labels.append(labels[0])
+        return rows, captions, labels
+
+    def _row(self, prompt: Prompt, text: str, name: str) -> SftExample:
+        ids = [*self.backbone.prompts.encode_text(text)[0], self.backbone.end_of_turn_id]
+        whole = Prompt(torch.cat([prompt.ids, torch.tensor(ids)]), prompt.images)
+        return SftExample(whole, len(prompt), torch.empty(0, dtype=torch.long), name)
+
+    def _batch(self, pairs: Sequence[Any], generator: torch.Generator) -> BaseBatch:
+        examples = [example for rows, _, _ in pairs for example in rows]
+        captions = [flag for _, flags, _ in pairs for flag in flags]
+        packed = pack_rows(
+            self.backbone,
+            [[example] for example in examples],
+            jitter=self.settings.position_jitter,
+            generator=generator,
+        )
+        counts = torch.tensor([len(example) - example.prompt_length for example in examples])
+        caption_M = torch.tensor(captions).repeat_interleave(counts)
+        dense = torch.cat([each for _, _, labels in pairs for each in labels])
+        return BaseBatch(packed, caption_M, dense, {})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"samples": self.samples.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.samples.load_state_dict(state["samples"])
+
+    def export(self, directory: Path) -> None:
+        self.backbone.save(directory)
+
+
+def spoken(sample: Sample) -> str:
+    """The reply a base model learns: for multiple choice the answer in words before its letter."""
+    if sample.choices:
+        return f"{sample.answer_text}\n{formatted(sample.answer)}"
+    return response_text(sample)
+
+
+def _objects(sample: Sample) -> list[dict[str, Any]]:
+    found = sample.meta.get("objects", [])
+    return [item for item in found if isinstance(item, dict) and "box" in item] if isinstance(found, list) else []
+
+
+def _classes(sources: Any, attribute: str) -> list[str]:
+    """Values of an attribute in the data, after the class for "no object"."""
+    values = {str(item.get(attribute, NOTHING)) for samples in sources for s in samples for item in _objects(s)}
+    return [NOTHING, *sorted(values - {NOTHING})]
+
+
+def _area(item: dict[str, Any]) -> float:
+    x0, y0, x1, y1 = item["box"]
+    return float((x1 - x0) * (y1 - y0))
+
+
+def _dense_labels(sample: Sample, grids: Sequence[Grid], classes: Sequence[Sequence[str]]) -> Tensor:
+    """(N, A) class of the object at the centre of each visual token (the smallest where several are), 0 for none, -1
+    where the sample does not describe its objects (or has several images)."""
+    count = sum(grid.tokens for grid in grids)
+    objects = _objects(sample)
+    if len(grids) != 1 or not objects:
+        return torch.full((count, len(classes)), -1, dtype=torch.long)
+    width, height = sample.images[0].size
+    cells = token_boxes(grids[0])
+    x, y = (cells[:, 0] + cells[:, 2]) / 2 * width, (cells[:, 1] + cells[:, 3]) / 2 * height
+    labels = np.zeros((count, len(classes)), dtype=np.int64)
+    for item in sorted(objects, key=_area, reverse=True):
+        x0, y0, x1, y1 = item["box"]
+        inside = (x >= x0) & (x < x1) & (y >= y0) & (y < y1)
+        for number, (attribute, names) in enumerate(zip(ATTRIBUTES, classes, strict=True)):
+            labels[inside, number] = names.index(str(item.get(attribute, NOTHING)))
+    return torch.from_numpy(labels)
+
+
+def build_task(settings: Any, ranks: Ranks) -> BaseTask:
+    """Load the (random) model that ``settings`` names and make its base-training task."""
+    return BaseTask(load_backbone(settings, ranks), settings, ranks)

@@ -1,0 +1,190 @@
+"""Checkpoints that a run killed at any moment continues from.
+
+``checkpoints/step-N`` holds everything after N optimizer steps: trained parameters and buffers, optimizer, generators
+and the stage's own state per rank, and ``run.json`` with the settings. It is written as ``.step-N.partial``, synced to
+disk, and renamed once complete, so a folder named ``step-N`` is always whole. The schedule needs no state: the learning
+rate is a function of the step.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from realvr import __version__
+from realvr.errors import UserError
+from realvr.training.configuration import differences
+from realvr.training.engine import Engine
+from realvr.training.sections import CheckpointSettings
+from realvr.training.settings import TrainSettings
+from realvr.training.statefile import (
+    generator_state,
+    read_state,
+    set_generator_state,
+    sync,
+    write_state,
+    write_text,
+)
+from realvr.training.task import Task
+
+MAY_CHANGE = (
+    "optim.steps",
+    "optim.microbatch",
+    "checkpoint.",
+    "log.",
+    "run.out",
+    "run.max_bad_steps",
+    "gradient_checkpointing",
+    "memory",
+)
+"""Settings that a resumed run may change: how long it runs, what it records, and how a step is computed where every way
+gives the same numbers."""
+
+_COMPLETE = re.compile(r"step-(\d+)")
+
+
+@dataclass
+class Progress:
+    """Where a run stands."""
+
+    step: int = 0
+    """Optimizer steps done, skipped ones included."""
+    bad_in_a_row: int = 0
+    """Skipped steps at the end of them."""
+    skipped: int = 0
+    """Skipped steps in all."""
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, out: Path, settings: CheckpointSettings, engine: Engine) -> None:
+        self.out, self.settings, self.engine = out, settings, engine
+        self.root = out / "checkpoints"
+
+    # ------------------------------------------------------------------ writing
+
+    def save(self, progress: Progress, task: Task, settings: TrainSettings) -> Path:
+        """Write a checkpoint; every rank calls it. Where one cannot write, all raise and the previous one stays."""
+        name = f"step-{progress.step:06d}"
+        partial, final = self.root / f".{name}.partial", self.root / name
+        if self.engine.any(final.exists()):
+            return final
+        self._together(name, lambda: self._begin(partial))
+        self._together(name, lambda: self._write(partial, task), partial)
+        self._together(name, lambda: self._finish(partial, final, progress, settings), partial)
+        return final
+
+    def _begin(self, partial: Path) -> None:
+        if self.engine.main:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+
+    def _write(self, partial: Path, task: Task) -> None:
+        self.engine.save(partial)
+        state = {"generators": generator_state(), "task": task.state_dict()}
+        write_state(partial / f"rank-{self.engine.rank}", state)
+
+    def _finish(self, partial: Path, final: Path, progress: Progress, settings: TrainSettings) -> None:
+        if not self.engine.main:
+            return
+        run = {
+            "version": __version__,
+            "progress": vars(progress),
+            "world": self.engine.world,
+            "frozen": self.engine.frozen_digest(),
+            "settings": settings.model_dump(mode="json"),
+        }
+        write_text(partial / "run.json", json.dumps(run, indent=1))
+        sync(partial)
+        partial.rename(final)
+        sync(self.root)
+        self._prune()
+
+    def _prune(self) -> None:
+        """Keep the newest. A checkpoint loses its name before its content, so that half of one is never found."""
+        for old in self.complete()[: -self.settings.keep]:
+            doomed = old.with_name(f".{old.name}.partial")
+            old.rename(doomed)
+            shutil.rmtree(doomed)
+
+    def _together(self, name: str, action: Any, partial: Path | None = None) -> None:
+        """Run one phase on every rank; if it fails on one because of the file system, clean up and raise on all."""
+        problem = None
+        try:
+            action()
+        except OSError as error:
+            problem = f"{error.strerror or error}"
+        problems = [text for text in self.engine.gather_objects(problem) if text]
+        if not problems:
+            return
+        if self.engine.main and partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+        self.engine.barrier()
+        before = self.complete()
+        kept = f"{before[-1]} is intact" if before else "there was none before"
+        raise UserError(f"checkpoint {name} could not be written to {self.root} ({problems[0]}); {kept}")
+
+    # ------------------------------------------------------------------ reading
+
+    def complete(self) -> list[Path]:
+        """Whole checkpoints, oldest first."""
+        found = self.root.iterdir() if self.root.is_dir() else ()
+        return sorted((path for path in found if _COMPLETE.fullmatch(path.name)), key=_number)
+
+    def resume(self, task: Task, settings: TrainSettings) -> Progress:
+        """Continue as ``checkpoint.resume`` says; returns where the run stands. Leftovers of a killed write go."""
+        if self.engine.main and self.root.is_dir():
+            for leftover in self.root.glob(".step-*.partial"):
+                shutil.rmtree(leftover)
+        self.engine.barrier()
+        path = self._chosen()
+        if path is None:
+            return Progress()
+        try:
+            run = json.loads((path / "run.json").read_text(encoding="utf-8"))
+            self._refuse_other_run(path, run, settings)
+            self.engine.load(path)
+            state = read_state(path / f"rank-{self.engine.rank}")
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"{path}: the checkpoint cannot be read ({error}); remove it to go back one") from error
+        task.load_state_dict(state["task"])
+        set_generator_state(state["generators"])
+        return Progress(**run["progress"])
+
+    def _chosen(self) -> Path | None:
+        """The checkpoint to continue from, the same on every rank."""
+        wanted, found = self.settings.resume, self.complete()
+        if wanted == "auto":
+            newest: Path | None = self.engine.gather_objects(found[-1] if found else None)[0]
+            return newest
+        if wanted == "never":
+            if found or (self.out / "metrics.jsonl").exists():
+                raise UserError(f"{self.out} already holds a run: choose another run.out, or checkpoint.resume auto")
+            return None
+        path = Path(wanted)
+        if not (path / "run.json").is_file() or not _COMPLETE.fullmatch(path.name):
+            hint = f"; this run has {', '.join(p.name for p in found)}" if found else ""
+            raise UserError(f"checkpoint.resume: {path} is not a checkpoint (auto, never, or a step-N folder){hint}")
+        newer = [other for other in found if _number(other) > _number(path)]
+        if newer:
+            raise UserError(f"{newer[-1]} is newer than {path}: remove what is newer, or choose another run.out")
+        return path
+
+    def _refuse_other_run(self, path: Path, run: dict[str, Any], settings: TrainSettings) -> None:
+        changed = differences(run["settings"], settings.model_dump(mode="json"))
+        fatal = [f"{key} was {old}, is {new}" for key, (old, new) in changed.items() if not key.startswith(MAY_CHANGE)]
+        if fatal:
+            raise UserError(f"{path} belongs to other settings: {'; '.join(fatal)}. Use them, or another run.out")
+        if run["world"] != self.engine.world:
+            raise UserError(f"{path} was written by {run['world']} processes, this run has {self.engine.world}")
+        if run["frozen"] != self.engine.frozen_digest():
+            raise UserError(f"{path}: the frozen weights differ from those the run started with (model.path)")
+
+
+def _number(path: Path) -> int:
+    return int(path.name.split("-")[1])

@@ -1,0 +1,207 @@
+"""One YAML file, checked key by key, then dotted flags on top of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from realvr.errors import UserError
+from realvr.training import methods
+from realvr.training.settings import BaseSettings, RlSettings, SftSettings, TrainSettings
+
+Kind = Literal["sft", "rl", "base"]
+KINDS: dict[str, type[TrainSettings]] = {"sft": SftSettings, "rl": RlSettings, "base": BaseSettings}
+
+
+def load_settings(kind: str, yaml_path: str | Path, overrides: Sequence[str] = ()) -> TrainSettings:
+    """Settings of one training from its YAML file and dotted flags such as ``--optim.lr 1e-5``.
+
+    Later wins: defaults, then what ``method`` stands for, then the file, then flags. A ``--method`` flag also replaces
+    what the file says about the settings that the method defines.
+    """
+    if kind not in KINDS:
+        raise UserError(f"no training is called '{kind}': choose one of {', '.join(KINDS)}")
+    model, path = KINDS[kind], Path(yaml_path)
+    raw, flags = read_yaml(path), list(overrides)
+    refuse_unknown(model, raw, path)
+    if kind == "rl":
+        raw, flags = _method_flag(raw, flags)
+    settings = _validate(model, raw, str(path))
+    return _override(kind, settings, flags) if flags else settings
+
+
+def show_help(kind: str) -> None:
+    """Print every setting of a training with its default."""
+    model = KINDS[kind]
+    placeholder = {"model": {"path": "MODEL"}, "data": {"sources": [{"path": "DATA"}]}, "run": {"out": "RUN"}}
+    _override(kind, model.model_validate(placeholder), ["--help"])
+
+
+def dump(settings: TrainSettings) -> str:
+    """The resolved settings as YAML that ``load_settings`` reads back to the same."""
+    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def save_resolved(settings: TrainSettings, path: str | Path) -> Path:
+    """Write the resolved settings."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(dump(settings), encoding="utf-8")
+    return path
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ between two dumped settings, with both values."""
+    before, after = dict(_flat(old)), dict(_flat(new))
+    keys = [*before, *(key for key in after if key not in before)]
+    return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        yield prefix, value
+        return
+    for key, inner in items:
+        yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"{path}: the settings cannot be read ({reason})") from error
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise UserError(f"{path}{where}: this is not YAML ({getattr(error, 'problem', None) or error})") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: expected 'key: value' lines, found {'nothing' if value is None else repr(value)}")
+    return value
+
+
+def refuse_unknown(model: type[BaseModel], raw: dict[str, Any], path: Path, prefix: str = "") -> None:
+    """Raise for the first key that is not a setting, with the nearest that is."""
+    for key, value in raw.items():
+        dotted = f"{prefix}{key}"
+        if key not in model.model_fields:
+            raise UserError(f"{path}: unknown setting '{dotted}'{_suggestion(str(key), model, prefix)}")
+        inner = _section(model.model_fields[key].annotation)
+        if inner is None:
+            continue
+        if isinstance(value, dict):
+            refuse_unknown(inner, value, path, f"{dotted}.")
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                if isinstance(item, dict):
+                    refuse_unknown(inner, item, path, f"{dotted}.{index}.")
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The settings class of a field, or of the items of a list field."""
+    candidates = (annotation, *get_args(annotation))
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+
+
+def _suggestion(key: str, model: type[BaseModel], prefix: str) -> str:
+    for name, field in model.model_fields.items():
+        inner = _section(field.annotation)
+        if inner is not None and key in inner.model_fields:
+            return f"; did you mean '{prefix}{name}.{key}'?"
+    close = get_close_matches(key, list(model.model_fields), n=1)
+    if close:
+        return f"; did you mean '{prefix}{close[0]}'?"
+    return f"; known here: {', '.join(model.model_fields)}"
+
+
+def _validate(model: type[TrainSettings], raw: dict[str, Any], origin: str) -> TrainSettings:
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        raise UserError(f"{origin}: {_first_problem(error)}") from error
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    where = ".".join(str(part) for part in problem["loc"])
+    text = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "missing":
+        return f"'{where}' is required"
+    given = "" if isinstance(problem["input"], dict | BaseModel) else f" (it is {problem['input']!r})"
+    more = f"; {error.error_count() - 1} more" if error.error_count() > 1 else ""
+    return f"{where}: {text}{given}{more}" if where else f"{text}{more}"
+
+
+def _method_flag(raw: dict[str, Any], flags: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Take ``--method NAME`` out of the flags and let it replace what the file says about that method's settings."""
+    for index, flag in enumerate(flags):
+        if flag == "--method" and index + 1 < len(flags):
+            name, rest = flags[index + 1], flags[:index] + flags[index + 2 :]
+        elif flag.startswith("--method="):
+            name, rest = flag.removeprefix("--method="), flags[:index] + flags[index + 1 :]
+        else:
+            continue
+        if methods.ALIASES.get(name, name) not in methods.PRESETS:
+            close = get_close_matches(name, methods.PRESETS, n=1)
+            hint = f"did you mean '{close[0]}'?" if close else f"choose one of {', '.join(methods.PRESETS)}"
+            raise UserError(f"--method: no method is called '{name}'; {hint}")
+        return methods.without(raw, name), rest
+    return raw, flags
+
+
+def _override(kind: str, settings: TrainSettings, flags: list[str]) -> TrainSettings:
+    """Dotted flags on top of validated settings. A flag that does not exist, or whose value cannot be read, exits with
+    code 2 and a suggestion (tyro's)."""
+    import tyro
+
+    parsed = tyro.cli(
+        _plain_class(type(settings)),
+        default=_plain(settings),
+        args=flags,
+        prog=f"realvr train {kind} CONFIG",
+        description=type(settings).__doc__,
+        config=(tyro.conf.AvoidSubcommands,),
+    )
+    return _validate(type(settings), dataclasses.asdict(parsed), "command line")
+
+
+@cache
+def _plain_class(model: type[BaseModel]) -> type[Any]:
+    """A dataclass with the fields of a settings class and none of its checks.
+
+    Tyro would bury the message of a failed check in pages of its own; this way flags are parsed first and the result is
+    checked like a file.
+    """
+    import tyro
+
+    fields: list[tuple[str, Any]] = []
+    for name, field in model.model_fields.items():
+        inner = _section(field.annotation)
+        annotation: Any = field.annotation
+        if inner is not None:
+            plain = _plain_class(inner)
+            annotation = plain if isinstance(field.annotation, type) else list[plain]  # type: ignore[valid-type]
+        help_text = " ".join((field.description or "").replace("``", "").split()) or None
+        fields.append((name, Annotated[annotation, tyro.conf.arg(help=help_text)]))
+    made = dataclasses.make_dataclass(model.__name__, fields)
+    made.__doc__ = model.__doc__
+    return made
+
+
+def _plain(value: Any) -> Any:
+    """Settings as an instance of their plain class."""
+    if isinstance(value, BaseModel):
+        names = type(value).model_fields
+        return _plain_class(type(value))(**{name: _plain(getattr(value, name)) for name in names})
+    return [_plain(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,170 @@
+"""From samples to what the model reads: prompts, Stage-1 sequences, answers for the readout; rejections are counted."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from realvr.backbone.backbone import Backbone
+from realvr.backbone.images import ImageProcessor
+from realvr.backbone.types import ImageInput, Prompt, Turn
+from realvr.data.boxes import target_tokens
+from realvr.data.mixture import Mixture
+from realvr.data.readers.base import ReadOptions
+from realvr.data.reading import Report, read
+from realvr.data.sample import Sample
+from realvr.data.wording import content_span, formatted, question_text, response_text
+from realvr.errors import UserError
+from realvr.training.sft_step import SftExample
+
+TOO_LONG = "too_long"
+UNREADABLE_IMAGE = "unreadable_image"
+EMPTY_ANSWER = "empty_answer"
+
+
+def load_sources(data: Any) -> tuple[dict[str, list[Sample]], dict[str, float], dict[str, Report]]:
+    """Samples, weights and reports of every source of a ``DataSettings``. Images stay undecoded."""
+    samples: dict[str, list[Sample]] = {}
+    weights: dict[str, float] = {}
+    reports: dict[str, Report] = {}
+    for number, source in enumerate(data.sources):
+        name = source.path if source.path not in samples else f"{source.path}#{number}"
+        options = ReadOptions(
+            images=Path(source.images) if source.images else None, policy=data.policy, check_images="none"
+        )
+        report = Report()
+        samples[name] = list(read(source.path, source.format, options, report))
+        weights[name], reports[name] = source.weight, report
+        if not samples[name]:
+            raise UserError(f"{source.path}: no usable row; run `realvr data check {source.path}`")
+    return samples, weights, reports
+
+
+def mixture(data: Any, rank: int = 0, world: int = 1) -> Mixture[Sample]:
+    """The mixture that a ``DataSettings`` describes."""
+    samples, weights, _ = load_sources(data)
+    shares = weights if len(samples) > 1 or 0 in weights.values() else None
+    return Mixture(samples, shares, seed=data.seed, rank=rank, world=world)
+
+
+def conversation(sample: Sample, images: Sequence[Any]) -> list[Turn]:
+    """The sample's turns; the last user turn carries options and instruction."""
+    last = max((i for i, turn in enumerate(sample.turns) if turn.role == "user"), default=-1)
+    return [
+        Turn(turn.role, question_text(sample) if i == last else turn.text, [images[k] for k in turn.images])
+        for i, turn in enumerate(sample.turns)
+    ]
+
+
+class Encoder:
+    """Samples to prompts and sequences within a token limit; counts what it rejects."""
+
+    def __init__(self, backbone: Backbone, limit: int) -> None:
+        self.backbone = backbone
+        self.limit = min(limit, backbone.context_length)
+        self.rejected: Counter[str] = Counter()
+
+    def prompt(self, sample: Sample) -> Prompt | None:
+        """The prompt, its images scaled down where it would be too long; None (counted) where that does not help."""
+        return self._fitting(sample, lambda prompt, grids: 0)[0]
+
+    def sequence(self, sample: Sample) -> SftExample | None:
+        """Prompt, span over the evidence (none without boxes) and response in one sequence."""
+        response = [*self.backbone.prompts.encode_text(response_text(sample))[0], self.backbone.end_of_turn_id]
+
+        def more(prompt: Prompt, targets: int) -> int:
+            return len(response) + (targets + 2 if targets else 0)
+
+        prompt, targets = self._fitting(sample, more)
+        if prompt is None:
+            return None
+        markers = self.backbone.markers
+        span = [markers.start, *[markers.slot] * len(targets), markers.end] if len(targets) else []
+        ids = torch.cat([prompt.ids, torch.tensor([*span, *response], dtype=torch.long)])
+        whole = Prompt(ids, prompt.images)
+        return SftExample(whole, len(prompt), torch.from_numpy(targets), name=sample.id)
+
+    def _fitting(self, sample: Sample, more: Any) -> tuple[Prompt | None, np.ndarray]:
+        """Largest images with which prompt and what follows it fit the limit; and the targets on these images."""
+        try:
+            opened = [image.open() for image in sample.images]
+        except UserError:
+            self.rejected[UNREADABLE_IMAGE] += 1
+            return None, np.empty(0, dtype=np.int64)
+        processor = self.backbone.processor
+        for _ in range(8):
+            images = [processor(image) for image in opened]
+            try:
+                prompt = self.backbone.prompt(conversation(sample, images))
+                length = len(prompt)
+            except UserError:  # longer than the model's context
+                prompt, length = None, self.limit + sum(image.tokens for image in images)
+            targets = _targets(sample, images)
+            over = length + more(prompt, len(targets)) - self.limit
+            if prompt is not None and over <= 0:
+                return prompt, targets
+            smaller = _smaller(processor, images, over)
+            if smaller is None:
+                break
+            processor = smaller
+        self.rejected[TOO_LONG] += 1
+        return None, np.empty(0, dtype=np.int64)
+
+
+def _targets(sample: Sample, images: Sequence[ImageInput]) -> np.ndarray:
+    """Indices of the evidence among all visual tokens of the sample, images one after the other."""
+    found, offset = [], 0
+    for number, image in enumerate(images):
+        boxes = [box.xyxy for box in sample.boxes if box.image == number]
+        if boxes:
+            found.append(target_tokens(boxes, image.grid) + offset)
+        offset += image.tokens
+    return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+
+
+def _smaller(processor: ImageProcessor, images: Sequence[ImageInput], over: int) -> ImageProcessor | None:
+    """A processor with a smaller budget, or None where the family has none or the minimum is reached."""
+    if not processor.family.variable_grid or not images:
+        return None
+    largest = max(image.tokens for image in images)
+    share = 1 - over / max(sum(image.tokens for image in images) * 1.5, 1)
+    budget = math.floor(largest * min(max(share, 0.3), 0.95))
+    least = processor.min_tokens or 1
+    if budget < least:
+        return None
+    return ImageProcessor(processor.family, processor.stock, None, least, budget, processor.tiles)
+
+
+def answer_tokens(backbone: Backbone, answer: str) -> tuple[list[int], list[bool]]:
+    """Ids of ``Fmt(y)`` and which of them are ``J(y)``: those whose characters overlap the answer itself."""
+    ids, offsets = backbone.prompts.encode_text(formatted(answer))
+    first, stop = content_span(answer)
+    return ids, [start < stop and end > first for start, end in offsets]
+
+
+def pad_answers(groups: Sequence[Sequence[tuple[list[int], list[bool]]]]) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, Y, S) ids, which are real, which are content; missing answers have one real, contentless token."""
+    most = max(len(group) for group in groups)
+    size = max(len(ids) for group in groups for ids, _ in group)
+    ids_BYS = torch.zeros(len(groups), most, size, dtype=torch.long)
+    real, content = torch.zeros_like(ids_BYS, dtype=torch.bool), torch.zeros_like(ids_BYS, dtype=torch.bool)
+    for b, group in enumerate(groups):
+        for y, (ids, inside) in enumerate(group):
+            ids_BYS[b, y, : len(ids)] = torch.tensor(ids)
+            real[b, y, : len(ids)] = True
+            content[b, y, : len(ids)] = torch.tensor(inside)
+    return ids_BYS, real, content
+
+
+def endless(stream: Iterator[Any], what: str) -> Any:
+    """The next item of a stream that must not end."""
+    for item in stream:
+        return item
+    raise UserError(f"the data ended: no {what} is left")

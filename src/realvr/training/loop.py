@@ -1,0 +1,282 @@
+"""The training loop: the same for every stage.
+
+One step: the stage prepares (reads, rolls out, scores), its microbatches pass forward and backward, and one update
+follows. A step whose loss or gradient is NaN or infinite is skipped on all ranks together and counted. All ranks make
+the same collective calls in the same order, whatever happens on one of them.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from realvr.errors import UserError
+from realvr.training import configuration, memory, tracking
+from realvr.training.checkpoints import Checkpoints, Progress
+from realvr.training.engine import Engine
+from realvr.training.settings import TrainSettings
+from realvr.training.statefile import generator_state, set_generator_state, sync
+from realvr.training.stopping import INTERRUPTED, Stopping
+from realvr.training.task import Metrics, Prepared, Task
+from realvr.training.tracking import Tracker
+
+
+def train(task: Task, settings: TrainSettings, engine: Engine) -> int:
+    """Train to the end, or until Ctrl-C; returns the exit code. Every rank calls it."""
+    out = settings.run.out
+    engine.prepare(task.module, settings.optim)
+    memory.refuse_too_large(engine.module, settings.optim, engine.device)
+    engine.seed(settings.run.seed)
+    checkpoints = Checkpoints(out, settings.checkpoint, engine)
+    progress = checkpoints.resume(task, settings)
+    if engine.main:
+        configuration.save_resolved(settings, out / "settings.yaml")
+    with (
+        Stopping(engine.main) as stopping,
+        Tracker(out, settings.log, settings.optim.steps, progress.step, engine.main) as tracker,
+    ):
+        if progress.step:
+            tracker.note(f"resumed after step {progress.step}")
+        run = _Run(task, settings, engine, tracker, progress)
+        while progress.step < settings.optim.steps:
+            run.step()
+            stop = engine.any(stopping.wanted)
+            every = settings.checkpoint.every
+            due = progress.step == settings.optim.steps or (every and progress.step % every == 0)
+            if stop or due:
+                saved = checkpoints.save(progress, task, settings)
+            if stop:
+                tracker.note(f"stopped after step {progress.step}; the same command continues from {saved}")
+                return INTERRUPTED
+        export(task, settings, engine, tracker.last)
+        tracker.note(f"done: {out / 'final'}")
+    return 0
+
+
+@dataclass
+class _Outcome:
+    """What became of one step on this rank."""
+
+    metrics: Metrics
+    norm: float
+    bad: bool
+    """The same on every rank."""
+    suspects: list[int]
+    """Microbatches of this rank whose loss is not finite."""
+
+
+class _Run:
+    """The state of a run between steps."""
+
+    def __init__(
+        self, task: Task, settings: TrainSettings, engine: Engine, tracker: Tracker, progress: Progress
+    ) -> None:
+        self.task, self.settings, self.engine = task, settings, engine
+        self.tracker, self.progress = tracker, progress
+
+    def step(self) -> None:
+        """One optimizer step: prepare, update or skip, record."""
+        start, engine, index = time.perf_counter(), self.engine, self.progress.step
+        log, optim = self.settings.log, self.settings.optim
+        try:
+            prepared = self.task.prepare(index)
+            _same_passes(engine, prepared)
+            prepare_s = time.perf_counter() - start
+            norms = part_norms(engine, self.task, prepared) if _due(index + 1, log.parts_every) else {}
+            outcome = update(engine, prepared, optim.lr_at(index), optim.clip)
+        except torch.OutOfMemoryError as error:
+            raise UserError(f"step {index + 1} ran out of GPU memory: {_memory_advice(self.settings)}") from error
+        self.progress.step += 1
+        summed = engine.sum_metrics(outcome.metrics)
+        seconds = time.perf_counter() - start
+        peaks = engine.gather_objects(engine.peak_memory())
+        values = {name: total / count if count else math.nan for name, (total, count) in summed.items()}
+        if "tokens" in summed:
+            values["tokens"] = summed["tokens"][0]
+            values["tokens_per_s"] = summed["tokens"][0] / seconds
+        values |= norms | {"grad_norm": outcome.norm, "lr": optim.lr_at(index), "prepare_s": prepare_s}
+        values["peak_memory_gib"] = max(peaks) / memory.GIB
+        values["skipped"] = float(self.progress.skipped + outcome.bad)
+        self.tracker.log(index + 1, values, seconds)
+        if _due(index + 1, log.table_every):
+            self.tracker.table(index + 1, prepared.table)
+        self._judge(outcome, prepared)
+
+    def _judge(self, outcome: _Outcome, prepared: Prepared) -> None:
+        """Count a skipped step, name its examples, and give up after too many in a row."""
+        progress = self.progress
+        if not outcome.bad:
+            progress.bad_in_a_row = 0
+            return
+        progress.bad_in_a_row += 1
+        progress.skipped += 1
+        names = self._names(outcome, prepared)
+        if progress.bad_in_a_row <= self.settings.run.max_bad_steps:
+            self.tracker.note(f"step {progress.step}: the loss or its gradient is not finite; skipped ({names})")
+            return
+        raise UserError(
+            f"stopped at step {progress.step}: {progress.bad_in_a_row} steps in a row had a loss or gradient that is "
+            f"not finite, the last one with {names}; lower optim.lr, or look at these examples"
+        )
+
+    def _names(self, outcome: _Outcome, prepared: Prepared) -> str:
+        """The examples of the microbatches whose loss is not finite, over all ranks; of all where none stands out."""
+        own = [str(name) for index in outcome.suspects for name in _ids(prepared.microbatches[index])]
+        every = [str(name) for batch in prepared.microbatches for name in _ids(batch)]
+        every = every or [str(row["id"]) for row in prepared.table if "id" in row]
+        gathered = self.engine.gather_objects((own, every))
+        names = [name for part in gathered for name in part[0]] or [name for part in gathered for name in part[1]]
+        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        return f"examples {shown}" if names else f"{len(prepared.microbatches)} microbatches"
+
+
+def _ids(batch: Any) -> list[Any]:
+    found = batch.get("names") if isinstance(batch, dict) else getattr(batch, "names", None)
+    return list(found) if isinstance(found, list | tuple) else []
+
+
+def _due(step: int, every: int) -> bool:
+    return bool(every) and (step % every == 0 or step == 1)
+
+
+def _same_passes(engine: Engine, prepared: Prepared) -> None:
+    """Ranks with different numbers of passes would wait for each other for ever."""
+    counts = engine.gather_objects(len(prepared.microbatches))
+    if len(set(counts)) != 1 or counts[0] == 0:
+        raise RuntimeError(f"every rank needs the same number of microbatches, at least one; they have {counts}")
+
+
+def update(engine: Engine, prepared: Prepared, lr: float, clip: float) -> _Outcome:
+    """Forward and backward over the microbatches, then one update; or none, where something is not finite.
+
+    The losses are checked on all ranks before the last backward pass, which is the one that synchronises (and, with
+    some engines, updates), and the gradient norm after it.
+    """
+    metrics: Metrics = dict(prepared.metrics)
+    losses: list[Tensor] = []
+    norm, bad = math.nan, False
+    for index, microbatch in enumerate(prepared.microbatches):
+        last = index == len(prepared.microbatches) - 1
+        with engine.accumulate(last):
+            loss, found = engine.forward(microbatch)
+            losses.append(loss.detach())
+            _add(metrics, found)
+            if last:
+                finite = torch.stack(losses).isfinite().tolist()
+                bad = engine.any(not all(finite))
+            if not bad:
+                engine.backward(loss)
+    if not bad:
+        norm = engine.gradient_norm(clip)
+        bad = engine.any(not math.isfinite(norm))
+    if bad:
+        engine.drop_gradients()
+    else:
+        engine.step(lr)
+    # The losses of all microbatches and ranks add up to that of the step: the count is 1 on one rank only.
+    metrics["loss"] = (torch.stack(losses).sum(), torch.tensor(1.0 if engine.main else 0.0))
+    return _Outcome(metrics, norm, bad, [index for index, good in enumerate(finite) if not good])
+
+
+def _add(metrics: Metrics, found: Metrics) -> None:
+    for name, (value, count) in found.items():
+        value, count = value.detach(), count.detach()
+        if name in metrics:
+            value, count = value + metrics[name][0].to(value.device), count + metrics[name][1].to(count.device)
+        metrics[name] = (value, count)
+
+
+def part_norms(engine: Engine, task: Task, prepared: Prepared) -> dict[str, float]:
+    """Norm of the gradient of each part of the loss alone. Leaves gradients, parameters and generators as they were."""
+    norms, before = {}, generator_state()
+    for part in task.parts:
+        for microbatch in prepared.microbatches:
+            with engine.accumulate(last=False):
+                loss, _ = engine.forward(microbatch, part=part)
+                if loss.requires_grad:
+                    engine.backward(loss)
+        engine.reduce_gradients()
+        norms[f"grad_norm/{part}"] = engine.gradient_norm()
+        engine.drop_gradients()
+        set_generator_state(before)
+    return norms
+
+
+def export(task: Task, settings: TrainSettings, engine: Engine, metrics: dict[str, Any]) -> None:
+    """Write ``final``, a plain model folder with a card, from the main process. It appears when it is whole."""
+    out = settings.run.out
+    partial, final, old = out / ".final.partial", out / "final", out / ".final.old"
+    if engine.main:
+        for folder in (partial, old):
+            shutil.rmtree(folder, ignore_errors=True)
+        partial.mkdir(parents=True)
+    problem = None
+    try:
+        if engine.main:
+            task.export(partial)
+            _publish(partial, final, old, settings, metrics)
+    except (OSError, SafetensorError) as error:
+        problem = getattr(error, "strerror", None) or str(error)
+    problems = [text for text in engine.gather_objects(problem) if text]
+    if problems:
+        raise UserError(f"{final} could not be written ({problems[0]}); the same command tries again")
+
+
+def _publish(partial: Path, final: Path, old: Path, settings: TrainSettings, metrics: dict[str, Any]) -> None:
+    text = tracking.card(settings.run.out.name, configuration.dump(settings), metrics, ("realvr", _kind(settings)))
+    (partial / "README.md").write_text(text, encoding="utf-8")
+    for path in partial.rglob("*"):
+        sync(path)
+    if final.exists():
+        final.rename(old)
+    partial.rename(final)
+    sync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _kind(settings: TrainSettings) -> str:
+    return next((kind for kind, model in configuration.KINDS.items() if type(settings) is model), "train")
+
+
+def dry_run(task: Task, settings: TrainSettings, engine: Engine) -> int:
+    """Build the first batch, say what it looks like and what memory the run needs; train nothing, write nothing."""
+    engine.prepare(task.module, settings.optim)
+    engine.seed(settings.run.seed)
+    found = memory.estimate(engine.module, settings.optim)
+    prepared = task.prepare(0)
+    _same_passes(engine, prepared)
+    engine.print(configuration.dump(settings))
+    engine.print(f"processes: {engine.world}, microbatches per step and rank: {len(prepared.microbatches)}")
+    for name, text in memory.shapes(prepared.microbatches[0], "microbatch"):
+        engine.print(f"  {name}: {text}")
+    for name, size in found.items():
+        engine.print(f"{name}: {size / memory.GIB:.3f} GiB")
+    memory.refuse_too_large(engine.module, settings.optim, engine.device)
+    try:
+        activations = memory.measured_peak(engine, prepared.microbatches[0])
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"one microbatch does not fit: {_memory_advice(settings)}") from error
+    total = sum(found.values()) / memory.GIB
+    if activations is None:
+        engine.print(f"total without activations: {total:.3f} GiB (activations are measured on a GPU only)")
+    else:
+        held = (activations - found["gradients"]) / memory.GIB
+        engine.print(f"activations (measured): {held:.3f} GiB\ntotal: {total + held:.3f} GiB")
+    return 0
+
+
+def _memory_advice(settings: TrainSettings) -> str:
+    advice = ["lower optim.microbatch" if settings.optim.microbatch > 1 else "lower model.max_tokens"]
+    if hasattr(settings, "memory") and settings.memory != "checkpointed":
+        advice.append("set memory checkpointed")
+    if hasattr(settings, "gradient_checkpointing") and not settings.gradient_checkpointing:
+        advice.append("set gradient_checkpointing true")
+    return ", ".join([*advice, "or set lora.rank"])

@@ -1,0 +1,76 @@
+"""What a run needs before it starts: bytes that are certain, shapes of one batch, and whether the device has room."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from realvr.errors import UserError
+from realvr.training.engine import Engine
+from realvr.training.sections import OptimSettings
+
+GIB = 1024**3
+
+
+def estimate(module: nn.Module, settings: OptimSettings) -> dict[str, int]:
+    """Bytes per rank that do not depend on the batch, with everything on one device: weights, gradients, optimizer."""
+    found = {"frozen weights": 0, "trained weights": 0, "gradients": 0, "optimizer": 0}
+    for parameter in module.parameters():
+        size = parameter.numel() * parameter.element_size()
+        if not parameter.requires_grad:
+            found["frozen weights"] += size
+            continue
+        found["trained weights"] += size
+        found["gradients"] += size
+        master = settings.master_weights and parameter.element_size() < 4
+        found["optimizer"] += parameter.numel() * 12 if master else 2 * size
+    return found
+
+
+def refuse_too_large(module: nn.Module, settings: OptimSettings, device: torch.device) -> None:
+    """Raise where weights, gradients and optimizer alone exceed the GPU."""
+    if device.type != "cuda":
+        return
+    needed, total = sum(estimate(module, settings).values()), torch.cuda.get_device_properties(device).total_memory
+    if needed > total:
+        raise UserError(
+            f"this run cannot fit: weights, gradients and optimizer need {needed / GIB:.1f} GiB, {device} has "
+            f"{total / GIB:.1f} GiB; set lora.rank, take a smaller model, or shard it over more devices"
+        )
+
+
+def shapes(value: Any, name: str = "batch") -> Iterator[tuple[str, str]]:
+    """Every tensor inside a microbatch, as (path, "dtype (shape)"). Looks into dicts, lists, tuples and objects with
+    plain attributes."""
+    if isinstance(value, Tensor):
+        yield name, f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        return
+    items: list[tuple[str, Any]] = []
+    if isinstance(value, Mapping):
+        items = [(f"{name}.{key}", item) for key, item in value.items()]
+    elif isinstance(value, list | tuple):
+        items = [(f"{name}[{index}]", item) for index, item in enumerate(value)]
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = [(f"{name}.{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)]
+    for path, item in items:
+        yield from shapes(item, path)
+
+
+def measured_peak(engine: Engine, microbatch: Any) -> int | None:
+    """Bytes of activations and gradients in one forward and backward pass, measured; None without a GPU.
+
+    The gradients are thrown away and no parameter changes.
+    """
+    if engine.device.type != "cuda":
+        return None
+    before = torch.cuda.memory_allocated(engine.device)
+    torch.cuda.reset_peak_memory_stats(engine.device)
+    with engine.accumulate(last=False):
+        loss, _ = engine.forward(microbatch)
+        engine.backward(loss)
+    engine.drop_gradients()
+    return torch.cuda.max_memory_allocated(engine.device) - before

@@ -1,0 +1,86 @@
+"""Rewards of Stage 2: accuracy, format, and functions of the user's own.
+
+Accuracy: exactly one answer block; multiple choice by letter or by option text; otherwise a symbolic check
+(math-verify, where installed), then normalised exact match. Format: the text is free text followed by exactly one
+answer block.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from realvr.data.sample import Sample
+from realvr.errors import UserError
+from realvr.maths import answers
+
+Reward = Callable[[str, Sample], float]
+_FORMAT = re.compile(r"[\s\S]*<answer>[^<]+</answer>\s*")
+
+
+def accuracy(text: str, sample: Sample) -> float:
+    """1 if the completion's answer is the sample's, else 0."""
+    given = answers.parse(text, sample.choices)
+    return float(given is not None and correct(given, sample))
+
+
+def correct(given: str, sample: Sample) -> bool:
+    """Whether a canonical answer is the sample's: the one judge for rewards and for wrong-answer sets."""
+    truth = true_answer(sample)
+    if answers.same(given, truth):
+        return True
+    return not sample.choices and _symbolically_equal(given, truth)
+
+
+def true_answer(sample: Sample) -> str:
+    """``y*`` in canonical form."""
+    truth = answers.canonical(sample.answer, sample.choices)
+    if truth is None:
+        raise UserError(f"{sample.source or sample.id}: the answer '{sample.answer}' names none of its options")
+    return truth
+
+
+def format(text: str, sample: Sample) -> float:
+    """1 if the completion is well formed: anything, then exactly one non-empty answer block."""
+    blocks = text.count("<answer>") == 1 and text.count("</answer>") == 1
+    return float(blocks and _FORMAT.fullmatch(text) is not None)
+
+
+BUILT_IN: dict[str, Reward] = {"accuracy": accuracy, "format": format}
+
+
+def load_rewards(weights: Mapping[str, float]) -> dict[str, tuple[Reward, float]]:
+    """Rewards by name with their weights; a name that is not built in is ``path.py:function``."""
+    return {name: (BUILT_IN.get(name) or _user_reward(name), float(weight)) for name, weight in weights.items()}
+
+
+def _user_reward(name: str) -> Reward:
+    path, _, function = name.rpartition(":")
+    if not path:
+        raise UserError(f"reward '{name}' is neither {' nor '.join(BUILT_IN)} nor path.py:function")
+    if not Path(path).is_file():
+        raise UserError(f"reward '{name}': {path} does not exist")
+    spec = importlib.util.spec_from_file_location(f"realvr_reward_{Path(path).stem}", path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"reward '{name}': {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = getattr(module, function, None)
+    if not callable(found):
+        raise UserError(f"reward '{name}': {path} has no function '{function}'")
+    return found
+
+
+def _symbolically_equal(given: str, truth: str) -> bool:
+    """True where math-verify is installed and says so; what it cannot read is not equal."""
+    if importlib.util.find_spec("math_verify") is None:
+        return False
+    from math_verify import parse, verify
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gold, target = parse(f"${truth}$", raise_on_error=False), parse(f"${given}$", raise_on_error=False)
+        return bool(gold and target and verify(gold, target, raise_on_error=False))

@@ -1,0 +1,334 @@
+"""Stage 2 as a task for the loop: rollouts, rewards, wrong answers, prototypes and negatives of one optimizer step.
+
+Everything here runs without gradient. The order of the prompts, the random numbers of each rollout and the negatives of
+each prompt depend on (seed, step, place in the global batch, sample), never on the rank: any split of the same global
+batch over ranks and microbatches is the same step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from realvr.backbone.backbone import Backbone, VisualTokens
+from realvr.backbone.types import Prompt
+from realvr.data.mixture import Mixture
+from realvr.data.sample import Sample
+from realvr.errors import UserError
+from realvr.latent.engine import prefill, score, splice
+from realvr.latent.group import Completion, Rollout, rollout
+from realvr.latent.sampling import Sampling
+from realvr.maths import answers, grpo
+from realvr.training import evidence
+from realvr.training.adapters import Adapters
+from realvr.training.evidence import NegativeBank, Prototype
+from realvr.training.examples import EMPTY_ANSWER, Encoder, answer_tokens, mixture, pad_answers
+from realvr.training.rewards import correct, load_rewards, true_answer
+from realvr.training.rl_step import RlBatch, RlOptions, RlStep, options_from
+from realvr.training.sft import load_backbone
+from realvr.training.task import Metrics, Prepared, Ranks
+
+
+@dataclass
+class _Rolled:
+    """One microbatch after its rollout."""
+
+    samples: list[Sample]
+    prompts: list[Prompt]
+    visual: VisualTokens
+    rollout: Rollout
+    rewards_BG: Tensor
+    parts: dict[str, Tensor]  # each reward alone, (B, G)
+    prototypes: list[Prototype]
+
+
+class RlTask:
+    """One optimizer step is ``optim.batch`` prompts over all ranks; each is rolled out ``group`` times."""
+
+    def __init__(self, backbone: Backbone, settings: Any, ranks: Ranks, reference: Backbone | None = None) -> None:
+        self.backbone, self.settings, self.ranks = backbone, settings, ranks
+        optim = settings.optim
+        if optim.batch % (ranks.world * optim.microbatch):
+            raise UserError(
+                f"optim.batch is {optim.batch}: it must be a multiple of {ranks.world} ranks x "
+                f"optim.microbatch {optim.microbatch}"
+            )
+        self.adapters = Adapters(backbone, settings.lora)
+        self.reference = reference
+        self.options: RlOptions = options_from(settings)
+        self.parts: tuple[str, ...] = ("policy", "evidence") if self.uses_evidence else ("policy",)
+        self.module = RlStep(backbone, self.options)
+        self.rewards = load_rewards(settings.rewards)
+        self.encoder = Encoder(backbone, settings.max_prompt)
+        self.samples: Mixture[Sample] = mixture(settings.data)  # the global order, on every rank
+        self.bank = NegativeBank(settings.bank)
+        self._kept: list[RlBatch] = []
+        self._rolls: list[Rollout] | None = None
+        self._before: dict[str, Any] = {}
+        self._state: dict[str, Any] = {}
+
+    @property
+    def uses_evidence(self) -> bool:
+        return self.options.lambda_ev != 0 and self.settings.model.latents > 0
+
+    def prepare(self, step: int) -> Prepared:
+        if step % self.settings.updates_per_rollout == 0:
+            if self._rolls is not None and not self._kept:  # resumed after the last update on the saved rollouts
+                self._restore(self._state["after"])
+            self._rolls = None
+            return self._collect(step)
+        if not self._kept:  # resumed between two updates on the same rollouts: they were saved, the rest is rebuilt
+            self._collect(step - step % self.settings.updates_per_rollout)
+        return Prepared(self._kept)
+
+    def _collect(self, step: int) -> Prepared:
+        """Take the next prompts, roll them out (unless that was done before a kill), and build the microbatches."""
+        self._before = self._position()
+        mine = self._take()
+        size = self.settings.optim.microbatch
+        first = self.ranks.rank * len(mine)
+        saved: Sequence[Rollout | None] = self._rolls or [None] * (len(mine) // size)
+        starts = range(0, len(mine), size)
+        rolled = [self._roll(mine[i : i + size], step, first + i, done) for i, done in zip(starts, saved, strict=True)]
+        everyone = [p for part in self.ranks.gather_objects([p for r in rolled for p in r.prototypes]) for p in part]
+        micro, place = [], first
+        for part in rolled:
+            micro.append(self._batch(part, everyone, place, step))
+            place += len(part.samples)
+        sizes = [grpo.normalizer(m.real_BGS, self.options.reduction, self.options.max_new) for m in micro]
+        total = sum(self.ranks.gather_objects(sum(float(size) for size in sizes)))
+        for batch in micro:
+            batch.policy_denominator = torch.tensor(max(total, 1e-12), device=self.backbone.device)
+        self.bank.add(everyone)
+        self._kept, self._rolls = micro, [part.rollout for part in rolled]
+        return Prepared(micro, self._metrics(rolled), self._table(rolled))
+
+    # ------------------------------------------------------------------ data
+
+    def _take(self) -> list[tuple[Sample, Prompt]]:
+        """This rank's share of the next global batch. Every rank walks the same order and encodes only its own, so a
+        rejected sample is replaced on all ranks alike."""
+        wanted, share = self.settings.optim.batch, self.settings.optim.batch // self.ranks.world
+        accepted: list[tuple[Sample, Prompt]] = []
+        fruitless = 0
+        stream = iter(self.samples)
+        while len(accepted) < share:
+            block = [next(stream) for _ in range(wanted - len(accepted) * self.ranks.world)]
+            per_rank = len(block) // self.ranks.world
+            own = block[self.ranks.rank * per_rank : (self.ranks.rank + 1) * per_rank]
+            encoded = [(sample, self._encode(sample)) for sample in own]
+            usable = [(sample, prompt) for sample, prompt in encoded if prompt is not None]
+            # All ranks continue with the number that the worst of them could use.
+            count = min(self.ranks.gather_objects(len(usable)))
+            accepted += usable[:count]
+            fruitless = 0 if count else fruitless + len(block)
+            if fruitless > self.samples.epoch_size:
+                raise UserError(f"no prompt of the data can be used: {dict(self.encoder.rejected)}")
+        return accepted
+
+    def _encode(self, sample: Sample) -> Prompt | None:
+        truth = answers.canonical(sample.answer, sample.choices)
+        if truth is None or not any(answer_tokens(self.backbone, truth)[1]):
+            self.encoder.rejected[EMPTY_ANSWER] += 1
+            return None
+        return self.encoder.prompt(sample)
+
+    # ------------------------------------------------------------------ rollout
+
+    @torch.no_grad()
+    def _roll(self, pairs: list[tuple[Sample, Prompt]], step: int, place: int, done: Rollout | None = None) -> _Rolled:
+        settings = self.settings
+        samples, prompts = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        visual = self.backbone.see([image for prompt in prompts for image in prompt.images])
+        sampling = Sampling(settings.temperature, settings.top_p, settings.top_k, settings.max_new)
+        seeds = [_seed(settings.run.seed, step, place + i) for i in range(len(pairs))]
+        result = done or rollout(
+            self.backbone,
+            prompts,
+            group=settings.group,
+            sampling=sampling,
+            seed=seeds,
+            latents=settings.model.latents,
+            visual=visual,
+        )
+        parts = {
+            name: torch.tensor(
+                [
+                    [float(reward(completion.text, sample)) for completion in group]
+                    for sample, group in zip(samples, result.completions, strict=True)
+                ]
+            )
+            for name, (reward, _) in self.rewards.items()
+        }
+        total = torch.stack([parts[name] * weight for name, (_, weight) in self.rewards.items()]).sum(0)
+        found = evidence.prototypes(samples, prompts, visual)
+        return _Rolled(samples, prompts, visual, result, total, parts, found)
+
+    @torch.no_grad()
+    def _batch(self, part: _Rolled, everyone: list[Prototype], place: int, step: int) -> RlBatch:
+        settings, device = self.settings, self.backbone.device
+        ids, real, logp = part.rollout.tensors(device)
+        chosen = [
+            evidence.draw(
+                place + i, everyone, list(self.bank.items), settings.negatives, settings.run.seed, step, sample.id
+            )
+            for i, sample in enumerate(part.samples)
+        ]
+        negatives, valid = evidence.pad(chosen, settings.negatives, self.backbone.width)
+        groups = [self._answers(*pair) for pair in zip(part.samples, part.rollout.completions, strict=True)]
+        answers_BYS, answers_real, content = pad_answers(groups)
+        most = answers_BYS.shape[1]
+        wrong = torch.tensor([[y < len(group) for y in range(1, most)] for group in groups], dtype=torch.bool)
+        micro = RlBatch(
+            batch=self.backbone.batch(part.prompts),
+            visual=part.visual,
+            latents_BKD=part.rollout.latents_BKD.to(device),
+            ids_BGS=ids,
+            real_BGS=real,
+            old_logp_BGS=logp,
+            advantages_BG=grpo.advantages(part.rewards_BG).to(device),
+            policy_denominator=torch.ones((), device=device),
+            positive_BD=torch.stack([p.vector_D for p in part.prototypes]).to(device),
+            negatives_BMD=negatives.to(device),
+            valid_BM=valid.to(device),
+            answers_BYS=answers_BYS.to(device),
+            answers_real_BYS=answers_real.to(device),
+            content_BYS=content.to(device),
+            wrong_BY=wrong.view(len(groups), most - 1).to(device),
+            prompts_total=float(settings.optim.batch),
+            names=[sample.id for sample in part.samples],
+        )
+        if self.options.beta:
+            micro.ref_logp_BGS = self._reference(micro)
+        return micro
+
+    def _answers(self, sample: Sample, group: list[Completion]) -> list[tuple[list[int], list[bool]]]:
+        """``Fmt(y*)`` and each distinct wrong answer of the group, as tokens with their content."""
+        truth = true_answer(sample)
+        wrong = answers.wrong(
+            (answers.parse(completion.text, sample.choices) for completion in group),
+            truth,
+            correct=lambda given, _: correct(given, sample),
+            has_content=lambda answer: any(answer_tokens(self.backbone, answer)[1]),
+        )
+        return [answer_tokens(self.backbone, answer) for answer in (truth, *wrong)]
+
+    def _reference(self, micro: RlBatch) -> Tensor:
+        """Log-probabilities under the starting policy, at the same temperature, behind the same saved latents."""
+        if self.reference is not None:
+            return self._logp(self.reference, micro)
+        with self.adapters.reference():
+            return self._logp(self.backbone, micro)
+
+    def _logp(self, policy: Backbone, micro: RlBatch) -> Tensor:
+        state, _ = prefill(policy, micro.batch, micro.visual)
+        state, _ = splice(policy, state, micro.latents_BKD)
+        forbidden, temperature = self.module.forbidden, self.options.temperature
+        return score(policy, state, micro.ids_BGS, micro.real_BGS, temperature=temperature, forbidden=forbidden)[0]
+
+    # ------------------------------------------------------------------ records
+
+    def _metrics(self, rolled: list[_Rolled]) -> Metrics:
+        device = self.backbone.device
+
+        def pair(total: Any, count: float) -> tuple[Tensor, Tensor]:
+            return torch.tensor(float(total), device=device), torch.tensor(float(count), device=device)
+
+        flat = [completion for part in rolled for group in part.rollout.completions for completion in group]
+        rewards = torch.cat([part.rewards_BG for part in rolled])
+        metrics: Metrics = {"reward": pair(rewards.sum(), rewards.numel())}
+        for name in self.rewards:
+            values = torch.cat([part.parts[name] for part in rolled])
+            metrics[f"reward/{Path(name).name}"] = pair(values.sum(), values.numel())
+        metrics["groups/without_variance"] = pair((~grpo.varied(rewards)).sum(), len(rewards))
+        lengths = [len(completion.ids) for completion in flat]
+        metrics["completions/tokens"] = pair(sum(lengths), len(lengths))
+        reasons = Counter(completion.finish for completion in flat)
+        for reason in ("eos", "stop", "length"):
+            metrics[f"completions/ended_by_{reason}"] = pair(reasons[reason], len(flat))
+        prompt_tokens = sum(len(prompt) for part in rolled for prompt in part.prompts)
+        metrics["prompts/tokens"] = pair(prompt_tokens, len(rewards))
+        metrics["tokens"] = pair(sum(lengths) + prompt_tokens, 1 / self.ranks.world)
+        metrics["data/rejected_per_rank"] = pair(sum(self.encoder.rejected.values()), 1)
+        return metrics
+
+    def _table(self, rolled: list[_Rolled]) -> list[dict[str, Any]]:
+        rows = []
+        for part in rolled[:2]:
+            for sample, group, rewards in zip(part.samples, part.rollout.completions, part.rewards_BG, strict=True):
+                best = int(rewards.argmax())
+                rows.append(
+                    {
+                        "sample": sample.id,
+                        "question": sample.question,
+                        "answer": sample.answer,
+                        "completion": group[best].text,
+                        "reward": float(rewards[best]),
+                        "group_mean": float(rewards.mean()),
+                    }
+                )
+        return rows[:4]
+
+    # ------------------------------------------------------------------ life of the run
+
+    def _position(self) -> dict[str, Any]:
+        bank = self.bank.state_dict()
+        return {"samples": self.samples.state_dict(), "bank": bank, "rejected": dict(self.encoder.rejected)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the data stands. Between two updates on the same rollouts: where it stood before them, and the
+        rollouts, which a policy that has moved on could not repeat."""
+        if self.settings.updates_per_rollout == 1 or self._rolls is None:
+            return {**self._position(), "rollouts": []}
+        return {**self._before, "rollouts": [_pack(each) for each in self._rolls], "after": self._position()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._kept = []
+        self._rolls = [_unpack(each) for each in state["rollouts"]] or None
+        self._state = state
+        self._restore(state)
+
+    def _restore(self, position: dict[str, Any]) -> None:
+        self.samples.load_state_dict(position["samples"])
+        self.bank.load_state_dict(position["bank"])
+        self.encoder.rejected.clear()
+        self.encoder.rejected.update(position["rejected"])
+
+    def export(self, directory: Path) -> None:
+        self.adapters.export(self.backbone, directory)
+
+
+def _pack(result: Rollout) -> dict[str, Any]:
+    completions = [[vars(completion) for completion in group] for group in result.completions]
+    latents = result.latents_BKD.detach().cpu()
+    return {"completions": completions, "latents": latents, "temperature": result.temperature}
+
+
+def _unpack(state: dict[str, Any]) -> Rollout:
+    completions = [[Completion(**completion) for completion in group] for group in state["completions"]]
+    return Rollout(completions, state["latents"], float(state["temperature"]))
+
+
+def _seed(seed: int, step: int, place: int) -> int:
+    return (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + place * 0x94D049BB133111EB + 1) % 2**63
+
+
+def build_task(settings: Any, ranks: Ranks) -> RlTask:
+    """Load the model that ``settings`` names (and the frozen starting policy, if the KL needs one); make its task."""
+    backbone = load_backbone(settings, ranks)
+    if backbone.markers_added and settings.model.latents:
+        raise UserError(
+            f"{settings.model.path} was not trained with latent slots: train Stage 1 first (realvr train sft), "
+            "or use --method direct"
+        )
+    reference = None
+    if settings.beta and not settings.lora.rank:
+        reference = load_backbone(settings, ranks)
+        reference.model.requires_grad_(False)
+    return RlTask(backbone, settings, ranks, reference)

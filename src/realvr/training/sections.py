@@ -1,0 +1,187 @@
+"""Sections that the settings of every stage are composed of. Pydantic only: nothing here imports torch.
+
+The docstring under each field is what ``--help`` shows. Sections are always present (``lora.rank = 0`` means no LoRA),
+so that any value can be reached by a dotted flag. Where the paper gives a value it is the default; where it gives
+none, the docstring says that the choice is ours.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+
+class Section(BaseModel):
+    """Settings that refuse keys they do not know."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class ModelSettings(Section):
+    """The model to start from."""
+
+    path: str
+    """Directory or hub id of the checkpoint to start from."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
+    """Type of the weights and of the computation. With 16-bit types see also ``optim.master_weights``."""
+    latents: int = Field(default=8, ge=0)
+    """K, the number of latent slots; it is stored in the trained checkpoint. 0 means no latent span."""
+    min_tokens: int | None = Field(default=None, ge=1)
+    """Least visual tokens per image (families whose token count follows the image size). None: the checkpoint's."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Most visual tokens per image (families whose token count follows the image size). None: the checkpoint's."""
+    tiles: bool = True
+    """Whether large images are cut into tiles (InternVL)."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ModelSettings:
+        if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} is over max_tokens {self.max_tokens}")
+        return self
+
+
+class SourceSettings(Section):
+    """One file or folder of training data."""
+
+    path: str
+    """File or folder in any format that ``realvr data check`` reads."""
+    format: str = "auto"
+    """Name of the format; ``auto`` detects it."""
+    weight: float = Field(default=1.0, ge=0)
+    """Share of the draws, relative to the other sources; 0 leaves the source out."""
+    images: str | None = None
+    """Folder that image paths are relative to. None: the folder of the data file."""
+
+
+class DataSettings(Section):
+    """Training data and the order in which it comes."""
+
+    sources: list[SourceSettings] = Field(min_length=1)
+    """Files or folders to mix."""
+    policy: Literal["skip", "strict"] = "skip"
+    """``skip`` drops and counts bad rows; ``strict`` stops at the first, naming file and row."""
+    seed: int = 0
+    """Seed of the order of the data, apart from ``run.seed``: runs that are compared can see the same order."""
+
+    @field_validator("sources")
+    @classmethod
+    def _some_weight(cls, sources: list[SourceSettings]) -> list[SourceSettings]:
+        if not any(source.weight > 0 for source in sources):
+            raise ValueError("every source has weight 0: nothing would be drawn")
+        return sources
+
+
+class OptimSettings(Section):
+    """AdamW, its schedule, and how much data one step takes."""
+
+    lr: float = Field(default=1e-5, gt=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of AdamW's two moments (our choice: torch's default)."""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon (our choice: torch's default)."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled weight decay. Applies to matrices; never to norms, biases and embeddings."""
+    warmup: float = Field(default=0.03, ge=0)
+    """Linear warm-up from 0: below 1 a share of all steps, from 1 on a number of steps."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """Learning rate after the warm-up."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Where the cosine ends, as a share of ``lr``."""
+    clip: float = Field(default=1.0, ge=0)
+    """Largest norm of the whole gradient, before the update; 0 switches clipping off (1.0 is our choice)."""
+    steps: int = Field(default=100, ge=1)
+    """Optimizer steps of the run."""
+    batch: int = Field(default=512, ge=1)
+    """Examples (Stage 1: packed rows, Stage 2: prompts) per optimizer step, over all ranks together."""
+    microbatch: int = Field(default=1, ge=1)
+    """Of these, how many one rank passes through the model at a time; the rest is accumulated."""
+    master_weights: bool = True
+    """For 16-bit weights, keep a 32-bit copy that the update is added to. Without it an update at a small learning
+    rate is below the rounding of the weight and is lost."""
+
+    @field_validator("betas")
+    @classmethod
+    def _decays(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas {betas} must lie in [0, 1)")
+        return betas
+
+    @model_validator(mode="after")
+    def _warmup_ends(self) -> OptimSettings:
+        if self.warmup >= 1 and self.warmup != int(self.warmup):
+            raise ValueError(f"warmup {self.warmup} is neither a share below 1 nor a whole number of steps")
+        return self
+
+    @property
+    def warmup_steps(self) -> int:
+        """Number of warm-up steps."""
+        return math.ceil(self.warmup * self.steps) if self.warmup < 1 else int(self.warmup)
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of step ``step``, counted from 0: a function of the step alone, so there is nothing to save.
+
+        The warm-up gives its first step lr / n, not 0: a step with a rate of 0 would be spent for nothing.
+        """
+        warmup = self.warmup_steps
+        if step < warmup:
+            return self.lr * (step + 1) / warmup
+        if self.schedule == "constant":
+            return self.lr
+        done = min((step - warmup) / max(self.steps - warmup, 1), 1.0)
+        return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+class LoraSettings(Section):
+    """Low-rank adapters (peft)."""
+
+    rank: int = Field(default=0, ge=0)
+    """Rank of the adapters; 0 trains the language model's own weights."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Scale of the adapters (alpha / rank)."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout on the adapters' input."""
+    targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    """Names of the linear layers of the language model that get an adapter."""
+
+
+class CheckpointSettings(Section):
+    """Checkpoints that a killed run continues from."""
+
+    every: int = Field(default=25, ge=0)
+    """Steps between checkpoints; 0 writes one at the end only."""
+    keep: int = Field(default=2, ge=1)
+    """How many of the newest are kept."""
+    resume: str = "auto"
+    """``auto`` continues from the newest complete checkpoint of ``run.out`` if there is one, ``never`` refuses a folder
+    that holds a run, anything else is the path of a checkpoint to continue from."""
+
+
+class LogSettings(Section):
+    """What is recorded, and how often."""
+
+    every: int = Field(default=1, ge=1)
+    """Steps between lines on the console; ``metrics.jsonl`` has every step."""
+    table_every: int = Field(default=10, ge=0)
+    """Steps between tables of sampled completions (console and ``completions.jsonl``); 0: never."""
+    parts_every: int = Field(default=25, ge=0)
+    """Steps between measurements of the gradient norm of each part of the loss alone; 0: never. Each costs one more
+    forward and backward pass per part."""
+    tensorboard: bool = True
+    """Write TensorBoard files into ``run.out/tensorboard``."""
+    console: bool = True
+    """Show progress on the console."""
+
+
+class RunSettings(Section):
+    """Where the run lives and when it gives up."""
+
+    out: Path
+    """Folder of the run: settings, metrics, checkpoints, and the trained model in ``final``."""
+    seed: int = 0
+    """Seed of everything random but the order of the data."""
+    max_bad_steps: int = Field(default=5, ge=0)
+    """Steps in a row with a NaN or infinite loss or gradient that are skipped before the run stops."""

@@ -1,0 +1,140 @@
+"""Stage 1 (LVR-SFT) as a task for the loop: packed rows from the mixture, teacher-forced evidence in the slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from realvr.backbone.backbone import Backbone
+from realvr.data.mixture import Mixture
+from realvr.data.packing import PackedStream
+from realvr.data.sample import Sample
+from realvr.errors import UserError
+from realvr.training.adapters import Adapters
+from realvr.training.examples import Encoder, mixture
+from realvr.training.sft_step import SftBatch, SftExample, SftStep, pack_rows
+from realvr.training.task import Prepared, Ranks
+
+WINDOW = 64  # examples considered together when rows are packed; their pixels are in memory meanwhile
+
+
+class _Encoded:
+    """The mixture, encoded on the way; resumes where the mixture does."""
+
+    def __init__(self, samples: Mixture[Sample], encoder: Encoder) -> None:
+        self.samples = samples
+        self.encoder = encoder
+
+    def __iter__(self) -> Iterator[SftExample]:
+        fruitless = 0
+        for sample in self.samples:
+            example = self.encoder.sequence(sample)
+            if example is not None:
+                fruitless = 0
+                yield example
+                continue
+            fruitless += 1
+            if fruitless == self.samples.epoch_size + 1:
+                raise UserError(f"no example of the data can be used: {dict(self.encoder.rejected)}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.samples.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.samples.load_state_dict(state)
+
+
+class SftTask:
+    """One optimizer step is ``optim.batch`` packed rows, dealt out over the ranks; packing is done by each rank."""
+
+    parts = ("next_token", "reconstruction")
+
+    def __init__(self, backbone: Backbone, settings: Any, ranks: Ranks) -> None:
+        self.backbone, self.settings, self.ranks = backbone, settings, ranks
+        if settings.optim.batch % (ranks.world * settings.optim.microbatch):
+            raise UserError(
+                f"optim.batch is {settings.optim.batch}: it must be a multiple of {ranks.world} ranks x "
+                f"optim.microbatch {settings.optim.microbatch}"
+            )
+        self.adapters = Adapters(backbone, settings.lora)
+        self.module = SftStep(
+            backbone,
+            settings.reconstruction_weight,
+            settings.reconstruction_reduction,
+            settings.gradient_checkpointing,
+        )
+        self.encoder = Encoder(backbone, settings.pack_tokens)
+        samples = mixture(settings.data, ranks.rank, ranks.world)
+        self.stream = PackedStream(_Encoded(samples, self.encoder), len, settings.pack_tokens, WINDOW)
+        self._rows: Iterator[Any] | None = None
+
+    def prepare(self, step: int) -> Prepared:
+        optim = self.settings.optim
+        if self._rows is None:
+            self._rows = iter(self.stream)
+        rows = [next(self._rows).items for _ in range(optim.batch // self.ranks.world)]
+        generator = torch.Generator().manual_seed((self.settings.run.seed * 1_000_003 + step) * 4099 + self.ranks.rank)
+        micro = [
+            pack_rows(
+                self.backbone,
+                rows[i : i + optim.microbatch],
+                jitter=self.settings.position_jitter,
+                hidden_ratio=self.settings.hide_image_ratio,
+                generator=generator,
+            )
+            for i in range(0, len(rows), optim.microbatch)
+        ]
+        own = (sum(len(m.labels_M) for m in micro), sum(len(m.slot_example_N.unique()) for m in micro))
+        tokens, targets = (float(sum(values)) for values in zip(*self.ranks.gather_objects(own), strict=True))
+        for batch in micro:
+            batch.tokens_total, batch.targets_total = max(tokens, 1.0), max(targets, 1.0)
+            batch.to(self.backbone.device)
+        return Prepared(micro, self._metrics(micro))
+
+    def _metrics(self, micro: list[SftBatch]) -> Any:
+        device = self.backbone.device
+        one = torch.ones((), device=device)
+        used = torch.tensor(float(sum(int(batch.real_RT.sum()) for batch in micro)), device=device)
+        room = torch.tensor(float(sum(batch.real_RT.numel() for batch in micro)), device=device)
+        rejected = torch.tensor(float(sum(self.encoder.rejected.values())), device=device)
+        examples = torch.tensor(float(sum(batch.examples for batch in micro)), device=device)
+        return {
+            "data/row_fill": (used, room),
+            "data/examples_per_rank": (examples, one),
+            "data/rejected_per_rank": (rejected, one),
+            "tokens": (used, one / self.ranks.world),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stream": self.stream.state_dict(), "rejected": dict(self.encoder.rejected)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stream.load_state_dict(state["stream"])
+        self.encoder.rejected.clear()
+        self.encoder.rejected.update(state["rejected"])
+        self._rows = None
+
+    def export(self, directory: Path) -> None:
+        self.adapters.export(self.backbone, directory)
+
+
+def build_task(settings: Any, ranks: Ranks) -> SftTask:
+    """Load the model that ``settings`` names and make its Stage-1 task."""
+    return SftTask(load_backbone(settings, ranks), settings, ranks)
+
+
+def load_backbone(settings: Any, ranks: Ranks) -> Backbone:
+    """The model of a ``ModelSettings`` on this rank's device."""
+    model = settings.model
+    return Backbone.load(
+        model.path,
+        dtype=model.dtype,
+        device=ranks.device,
+        latents=model.latents,
+        min_tokens=model.min_tokens,
+        max_tokens=model.max_tokens,
+        tiles=model.tiles,
+    )

@@ -1,0 +1,178 @@
+"""What a run leaves behind while it runs: JSONL always, TensorBoard if wanted, and a console that says how it goes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from realvr.errors import UserError
+from realvr.training.sections import LogSettings
+
+LINE = ("loss", "reward", "lr", "grad_norm", "tokens_per_s")
+"""Metrics on the compact line, where a stage reports them."""
+_CELL = 300
+
+
+class Tracker:
+    """Records of one run, written by the main process only; on the others every call does nothing.
+
+    ``step`` is the number of optimizer steps done when the run starts or resumes: what files say about later steps
+    came from a process that was killed, and is cut off.
+    """
+
+    def __init__(self, out: Path, settings: LogSettings, steps: int, step: int = 0, active: bool = True) -> None:
+        self.out, self.settings, self.steps, self.active = out, settings, steps, active
+        self.console = Console(stderr=True, soft_wrap=True)
+        self.last: dict[str, Any] = {}
+        self._metrics: TextIO | None = None
+        self._completions: TextIO | None = None
+        self._board: Any = None
+        self._bar: Progress | None = None
+        self._durations: deque[float] = deque(maxlen=20)
+        if active:
+            self._open(step)
+
+    def _open(self, step: int) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.last = truncate(self.out / "metrics.jsonl", step)
+        truncate(self.out / "completions.jsonl", step)
+        self._metrics = (self.out / "metrics.jsonl").open("a", encoding="utf-8")
+        self._completions = (self.out / "completions.jsonl").open("a", encoding="utf-8")
+        if self.settings.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(self.out / "tensorboard"), purge_step=step + 1)
+        if self.settings.console and self.console.is_terminal:
+            columns = (
+                BarColumn(bar_width=20),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[line]}"),
+            )
+            self._bar = Progress(*columns, console=self.console)
+            self._bar.add_task("", total=self.steps, completed=step, line="")
+            self._bar.start()
+
+    def log(self, step: int, metrics: dict[str, float], seconds: float) -> None:
+        """Record one step's metrics. ``step`` counts from 1."""
+        if not self.active:
+            return
+        self._durations.append(seconds)
+        self.last = {"step": step, **{name: _finite(value) for name, value in metrics.items()}}
+        self._write(self._metrics, {**self.last, "seconds": round(seconds, 6), "time": round(time.time(), 3)})
+        if self._board is not None:
+            for name, value in metrics.items():
+                self._board.add_scalar(name, value, step)
+        line = self._line(metrics, step)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step, line=line)
+        elif self.settings.console and (step % self.settings.every == 0 or step == self.steps):
+            self.console.print(f"step {step}/{self.steps}  {line}", highlight=False)
+
+    def _line(self, metrics: dict[str, float], step: int) -> str:
+        shown = [f"{name} {metrics[name]:.4g}" for name in LINE if name in metrics]
+        left = sum(self._durations) / len(self._durations) * (self.steps - step)
+        return "  ".join([*shown, f"eta {timedelta(seconds=round(left))}"])
+
+    def table(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Record sampled completions, and show them."""
+        if not self.active or not rows:
+            return
+        for row in rows:
+            self._write(self._completions, {"step": step, **row})
+        if not self.settings.console:
+            return
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        table = Table(*names, title=f"step {step}", show_lines=True)
+        for row in rows:
+            table.add_row(*(_cell(row.get(name)) for name in names))
+        self.console.print(table)
+
+    def note(self, text: str) -> None:
+        """One line for the person watching."""
+        if self.active:
+            self.console.print(text, highlight=False, markup=False)
+
+    def _write(self, file: TextIO | None, value: dict[str, Any]) -> None:
+        assert file is not None
+        try:
+            file.write(json.dumps(value, ensure_ascii=True, allow_nan=False) + "\n")
+            file.flush()
+        except OSError as error:
+            raise UserError(f"{file.name} cannot be written ({error.strerror})") from error
+
+    def close(self) -> None:
+        """Finish the files and the display."""
+        if self._bar is not None:
+            self._bar.stop()
+        for file in (self._metrics, self._completions, self._board):
+            if file is not None:
+                file.close()
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def truncate(path: Path, step: int) -> dict[str, Any]:
+    """Keep the lines of steps up to ``step``, drop the rest and a line cut short by a kill; returns the last kept."""
+    if not path.exists():
+        return {}
+    kept: list[str] = []
+    last: dict[str, Any] = {}
+    whole = True
+    for line in path.read_text(encoding="utf-8").splitlines():
+        value = _parsed(line)
+        if value is None or value.get("step", 0) > step:
+            whole = False
+            continue
+        kept.append(line)
+        last = value
+    if not whole:
+        temporary = path.with_name(path.name + ".partial")
+        temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        os.replace(temporary, path)
+    return last
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN: what is not finite is null."""
+    return value if math.isfinite(value) else None
+
+
+def _cell(value: Any) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+    return escape(text if len(text) <= _CELL else text[: _CELL - 1] + "…")
+
+
+def card(title: str, settings_yaml: str, metrics: dict[str, Any], tags: Iterable[str]) -> str:
+    """Model card of a trained model: what it is, its last metrics, all its settings."""
+    head = ["---", "library_name: transformers", "tags:", *(f"- {tag}" for tag in tags), "---", "", f"# {title}", ""]
+    rows = [f"| {name} | {f'{value:.6g}' if isinstance(value, float) else value} |" for name, value in metrics.items()]
+    body = ["Trained with realvr. Metrics of the last step:", "", "| metric | value |", "|---|---|", *rows, ""]
+    return "\n".join([*head, *body, "Settings:", "", "```yaml", settings_yaml.rstrip(), "```", ""])

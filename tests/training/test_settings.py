@@ -1,0 +1,253 @@
+"""Settings: the paper's values, one-line errors with suggestions, flags on top of the file, methods by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from realvr.backbone.presets import PRESETS as BACKBONES
+from realvr.errors import UserError
+from realvr.training import configuration
+from realvr.training.configuration import load_settings, save_resolved
+from realvr.training.methods import PRESETS
+from realvr.training.sections import OptimSettings
+from realvr.training.settings import RlSettings, SftSettings, TrainSettings
+
+ROOT = Path(__file__).parents[2]
+PAPER = sorted((ROOT / "configs/paper").glob("*.yaml"))
+SMALL: dict[str, Any] = {"model": {"path": "m"}, "data": {"sources": [{"path": "d"}]}, "run": {"out": "o"}}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(SMALL))
+    return path
+
+
+def write(path: Path, **extra: Any) -> Path:
+    path.write_text(yaml.safe_dump(SMALL | extra, allow_unicode=True))
+    return path
+
+
+# ---------------------------------------------------------------------- the paper
+
+
+def test_there_is_a_paper_config_for_every_backbone_and_stage() -> None:
+    names = {f"{name.lower()}-{kind}.yaml" for name in BACKBONES for kind in ("sft", "rl")}
+    assert {path.name for path in PAPER} == names
+
+
+@pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
+def test_paper_configs_hold_the_tables(path: Path) -> None:
+    name, kind = path.stem.rsplit("-", 1)
+    backbone = next(preset for key, preset in BACKBONES.items() if key.lower() == name)
+    settings = load_settings(kind, path)
+    head = path.read_text().split("\nmodel:")[0]
+    assert "configured, not run" in head and all(line.startswith("#") for line in head.splitlines() if line)
+    optim, variable = settings.optim, backbone.family.startswith("qwen")
+    assert optim.batch == (1600 if "235b" in name else 512) and optim.microbatch == 1
+    assert (optim.schedule, optim.warmup, optim.weight_decay) == ("cosine", 0.03, 0.1)
+    assert settings.model.latents == 8 and settings.model.dtype == "bfloat16"
+    if isinstance(settings, SftSettings):
+        assert settings.model.path == backbone.hub_id
+        assert optim.lr == 1e-5
+        assert (settings.reconstruction_weight, settings.reconstruction_reduction) == (0.1, "mean")
+        assert settings.pack_tokens == 4096
+        assert (settings.model.min_tokens, settings.model.max_tokens) == ((128, 5120) if variable else (None, None))
+        assert settings.position_jitter == 0 and settings.hide_image_ratio == 0
+        assert settings.gradient_checkpointing
+    else:
+        assert isinstance(settings, RlSettings)
+        assert settings.model.path == str(load_settings("sft", path.with_name(f"{name}-sft.yaml")).run.out / "final")
+        assert (optim.lr, optim.steps, settings.checkpoint.every) == (5e-7, 100, 25)
+        assert settings.model.max_tokens == (2560 if variable else None)
+        assert (settings.group, settings.temperature, settings.top_p, settings.top_k) == (8, 0.6, 1.0, 0)
+        assert (settings.beta, settings.max_prompt, settings.max_new) == (0, 4096, 192)
+        assert (settings.lambda_ev, settings.margin, settings.eta, settings.negatives) == (0.2, 0.5, 0.3, 16)
+        assert settings.method == "realvr" and len(settings.data.sources) == 2
+
+
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+def test_defaults_are_those_of_the_paper_configs(kind: str, config: Path) -> None:
+    """A file that says nothing about an hyperparameter trains like the paper's."""
+    ours = load_settings(kind, config).model_dump()
+    paper = load_settings(kind, ROOT / f"configs/paper/qwen2.5-vl-7b-{kind}.yaml").model_dump()
+    for section in ("model", "data", "run", "checkpoint"):
+        ours.pop(section), paper.pop(section)
+    assert configuration.differences(ours, paper) == {}
+
+
+# ---------------------------------------------------------------------- files and flags
+
+
+def test_flags_go_on_top_of_the_file_and_the_result_reads_back(config: Path, tmp_path: Path) -> None:
+    write(config, optim={"lr": "3e-5"}, lora={"rank": 4})
+    flags = ["--optim.lr", "1e-6", "--data.sources.0.weight", "2", "--no-gradient-checkpointing"]
+    settings = load_settings("sft", config, flags)
+    assert isinstance(settings, SftSettings)
+    assert settings.optim.lr == 1e-6 and settings.lora.rank == 4 and not settings.gradient_checkpointing
+    assert settings.data.sources[0].weight == 2
+    assert load_settings("sft", save_resolved(settings, tmp_path / "deep/settings.yaml")) == settings
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"optm": {}}, "unknown setting 'optm'; did you mean 'optim'?"),
+        ({"optim": {"learning_rate": 1}}, "unknown setting 'optim.learning_rate'"),
+        ({"optim": {"warm_up": 1}}, "unknown setting 'optim.warm_up'; did you mean 'optim.warmup'?"),
+        ({"lr": 1e-5}, "unknown setting 'lr'; did you mean 'optim.lr'?"),
+        ({"data": {"sources": [{"pth": "x"}]}}, "'data.sources.0.pth'; did you mean 'data.sources.0.path'?"),
+        ({"optim": {"lr": "fast"}}, "optim.lr: Input should be a valid number"),
+        ({"optim": {"lr": -1}}, "optim.lr: Input should be greater than 0 (it is -1)"),
+        ({"optim": {"lr": float("nan")}}, "optim.lr: Input should be a finite number"),
+        ({"optim": {"warmup": 2.5}}, "neither a share below 1 nor a whole number"),
+        ({"model": {}}, "'model.path' is required"),
+        ({"data": {"sources": []}}, "data.sources: List should have at least 1 item"),
+        ({"data": {"sources": [{"path": "x", "weight": 0}]}}, "every source has weight 0"),
+        ({"model": {"path": "m", "min_tokens": 9, "max_tokens": 3}}, "min_tokens 9 is over max_tokens 3"),
+    ],
+)
+def test_a_wrong_file_is_one_line_that_names_file_and_key(extra: dict[str, Any], message: str, config: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        load_settings("sft", write(config, **extra))
+    text = str(caught.value)
+    assert message in text and text.startswith(str(config)) and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "found nothing"),
+        (b"- 1\n", "found [1]"),
+        (b"a: [1\n", "line 2: this is not YAML"),
+        (b"a: \xff\n", "not UTF-8"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_that_is_not_settings(content: bytes | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match="bad.yaml") as caught:
+        load_settings("rl", path)
+    assert message in str(caught.value)
+
+
+def test_wrong_flags(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="command line: optim.lr: Input should be greater than 0"):
+        load_settings("sft", config, ["--optim.lr", "0"])
+    with pytest.raises(UserError, match="did you mean 'no-negatives'"):
+        load_settings("rl", config, ["--method", "no-negative"])
+    with pytest.raises(SystemExit) as caught:
+        load_settings("sft", config, ["--optim.lrr", "1"])
+    assert caught.value.code == 2 and "--optim.lr" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- methods
+
+REALVR = {"routing": "selective", "objective": "contrast", "mass_matched": False, "detach": True, "on_policy": True}
+EXPECTED: dict[str, dict[str, Any]] = {
+    "realvr": {},
+    "lvr-rl": {"lambda_ev": 0},
+    "direct": {"lambda_ev": 0, "model.latents": 0},
+    "uniform": {"eta": 1, "routing": "uniform"},
+    "selective": {"eta": 0},
+    "raw-attention": {"routing": "raw"},
+    "no-negatives": {"objective": "hinge-positive"},
+    "undetached": {"detach": False},
+    "off-policy": {"on_policy": False},
+    "mass-matched-u+": {"mass_matched": True, "routing": "uniform", "objective": "hinge-positive"},
+    "mass-matched-u±": {"mass_matched": True, "routing": "uniform"},
+    "mass-matched-c+": {"mass_matched": True, "objective": "hinge-positive"},
+    "mass-matched-c±": {"mass_matched": True},
+    "custom": {},
+}
+
+
+@pytest.mark.parametrize("method", PRESETS)
+def test_a_method_changes_exactly_what_it_says(method: str, config: Path) -> None:
+    default = load_settings("rl", config).model_dump()
+    for settings in (
+        load_settings("rl", write(config, method=method)),
+        load_settings("rl", write(config), ["--method", method]),
+        load_settings(
+            "rl", write(config, eta=0.7, lambda_ev=0.4, model={"path": "m", "latents": 4}), ["--method", method]
+        )
+        if method in ("direct",)
+        else load_settings("rl", write(config), [f"--method={method}"]),
+    ):
+        changed = configuration.differences(default, settings.model_dump())
+        changed = {key: new for key, (_, new) in changed.items() if key not in ("method", "eta")} | (
+            {"eta": settings.eta} if settings.eta not in (0.3, 0.7) else {}
+        )
+        assert changed == EXPECTED[method]
+    assert load_settings("rl", save_resolved(settings, config)) == settings
+
+
+def test_a_method_flag_beats_the_file_and_contradictions_are_refused(config: Path) -> None:
+    settings = load_settings("rl", write(config, method="realvr", eta=0.4), ["--method", "selective"])
+    assert isinstance(settings, RlSettings) and settings.eta == 0
+    settings = load_settings("rl", write(config, method="uniform"), ["--method", "realvr"])
+    assert isinstance(settings, RlSettings) and (settings.eta, settings.routing) == (0.3, "selective")
+    with pytest.raises(UserError, match="method 'uniform' means eta = 1.0, but eta is 0.5"):
+        load_settings("rl", write(config, method="uniform", eta=0.5))
+    with pytest.raises(UserError, match="method 'undetached' means detach = false, but detach is true"):
+        load_settings("rl", write(config, method="undetached", detach=True))
+    with pytest.raises(UserError, match="method 'direct' means model.latents = 0"):
+        load_settings("rl", write(config, method="direct", model={"path": "m", "latents": 8}))
+    with pytest.raises(UserError, match="mass_matched needs eta > 0"):
+        load_settings("rl", write(config, method="mass-matched-c±", eta=0))
+    with pytest.raises(UserError, match="method: Input should be"):
+        load_settings("rl", write(config, method="nonsense"))
+    custom = load_settings("rl", write(config, method="custom", detach=False, routing="raw"))
+    assert isinstance(custom, RlSettings) and (custom.detach, custom.routing) == (False, "raw")
+
+
+def test_names_without_the_plus_minus_sign(config: Path) -> None:
+    for given in (load_settings("rl", config, ["--method", "mass-matched-c+-"]),
+                  load_settings("rl", write(config, method="mass-matched-c+-"))):  # fmt: skip
+        assert isinstance(given, RlSettings) and given.method == "mass-matched-c±"
+
+
+def test_combinations_that_make_no_sense(config: Path) -> None:
+    for extra, message in (
+        ({"method": "custom", "routing": "uniform"}, "eta = 1"),
+        ({"model": {"path": "m", "latents": 0}}, "needs latents"),
+        ({"rewards": {"accuracy": 0}}, "nothing to learn from"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_settings("rl", write(config, **extra))
+
+
+# ---------------------------------------------------------------------- schedule
+
+
+def test_learning_rate() -> None:
+    cosine = OptimSettings(lr=1.0, steps=100, warmup=0.1, min_lr_ratio=0.2)
+    rates = [cosine.lr_at(step) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == 1.0 and rates[10] == 1.0
+    assert rates[55] == pytest.approx(0.6) and rates[100] == pytest.approx(0.2)
+    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert OptimSettings(steps=100, warmup=7).warmup_steps == 7
+    constant = OptimSettings(lr=1.0, steps=10, warmup=0, schedule="constant")
+    assert {constant.lr_at(step) for step in range(10)} == {1.0}
+
+
+def test_every_field_is_documented_and_unknown_ones_are_refused() -> None:
+    def check(model: Any) -> None:
+        for name, field in model.model_fields.items():
+            assert field.description, f"{model.__name__}.{name}"
+            inner = configuration._section(field.annotation)
+            if inner is not None:
+                check(inner)
+
+    for model in configuration.KINDS.values():
+        check(model)
+    with pytest.raises(ValidationError):
+        TrainSettings.model_validate(SMALL | {"surprise": 1})
