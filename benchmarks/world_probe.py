@@ -29,21 +29,26 @@ from torch.nn import functional as F
 
 from realvr.world.describe import cell_labels
 from realvr.world.phrasing import PHRASINGS
-from realvr.world.queries import SAME
+from realvr.world.queries import EXTREMES, SAME
 from realvr.world.splits import Recipe, build
 from realvr.world.words import COLORS, DIRECTIONS, REGIONS, SHAPES, SIZES, TEXTURES, plural
 
 _TEXTS = [wording for wordings in PHRASINGS.values() for wording in wordings]
-_NAMES = [*COLORS, *SHAPES, *map(plural, SHAPES), *TEXTURES, *SIZES, *DIRECTIONS, *REGIONS, SAME]
+_NAMES = [*COLORS, *SHAPES, *map(plural, SHAPES), *TEXTURES, *SIZES, *DIRECTIONS, *REGIONS, *EXTREMES, SAME]
 _OTHERS = "object objects an of the to yes no 0 1 2 3 4 5 6 7 8"
 WORDS = sorted(set(re.findall(r"[a-z0-9]+", " ".join([*_TEXTS, *_NAMES, _OTHERS]).lower())))
 IDS = {word: k + 1 for k, word in enumerate(WORDS)}
 LONGEST, OPTION = 28, 6
 
 
+def words_of(text: str) -> list[str]:
+    """Words of a text, as the probe reads them."""
+    return re.findall(r"[a-z0-9]+", text.lower())
+
+
 def encode(text: str, length: int) -> list[int]:
     """Word ids, padded with 0."""
-    ids = [IDS[word] for word in re.findall(r"[a-z0-9]+", text.lower())][:length]
+    ids = [IDS[word] for word in words_of(text)][:length]
     return ids + [0] * (length - len(ids))
 
 

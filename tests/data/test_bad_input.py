@@ -91,6 +91,11 @@ DROPPED = [
     (line(**box(0.1, 0.1, "x", 0.5)), "box_malformed"),
     (line(**box(0.1, 0.1, float("nan"), 0.5)), "box_malformed"),
     (line(**box(0.1, 0.1, 0.5, 0.5, image=1)), "box_malformed"),
+    (line(**box(0.1, 0.1, 10**400, 0.5)), "box_malformed"),
+    (line(id=""), "field_missing"),
+    (line(id="half \ud800"), "not_utf8"),
+    (line(question="half \udfff?"), "not_utf8"),
+    (line(images=["n" * 300 + ".png"]), "image_broken"),
     (line(turns=[{"role": "judge", "text": "Q?"}]), "field_type"),
     (line(meta=[1]), "field_type"),
 ]
@@ -285,7 +290,12 @@ def test_named_format_with_wrong_columns(tmp_path: Path) -> None:
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([10**400, -(10**400)])
+    | st.floats()
+    | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )
@@ -345,3 +355,32 @@ def test_no_change_of_one_field_crashes_a_reader(data: st.DataObject, folder: Pa
     report = Report()
     list(read(folder / "x.jsonl", "jsonl", ReadOptions(check_images="decode"), report))
     assert report.ok + sum(report.dropped.values()) == report.rows == 1
+
+
+def test_a_long_name_or_half_a_character_does_not_crash_quick_reading(folder: Path) -> None:
+    rows = [line(id="1", images=["n" * 300 + ".png"]), line(id="half \ud800"), line(id="2")]
+    for name, text in (("x.jsonl", "\n".join(map(json.dumps, rows))), ("x.json", json.dumps(rows))):
+        (folder / name).write_text(text)
+        report = Report()
+        assert [s.id for s in read(folder / name, options=ReadOptions(check_images="exists"), report=report)] == ["2"]
+        assert report.dropped == {"image_broken": 1, "not_utf8": 1}
+    emoji = json.dumps(line(id="3", question="\N{GRINNING FACE}?"))  # a whole pair of escapes is fine
+    assert "\\ud83d" in emoji
+    (folder / "x.jsonl").write_text(emoji)
+    assert [s.question for s in read(folder / "x.jsonl")] == ["\N{GRINNING FACE}?"]
+
+
+def test_sizes_and_numbers_beyond_reason(folder: Path) -> None:
+    turns = [{"from": "human", "value": "<image>\nQ?"}, {"from": "gpt", "value": "[0, 0, 1, 1]"}]
+    turns += [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "yes"}]
+    row = {"image": ["good.png", "good.png###[10, 10, 50, 40]"], "conversations": turns, "width": 10**400, "height": 9}
+    (folder / "v.json").write_text(json.dumps([row]))
+    (sample,) = read(folder / "v.json")
+    assert sample.boxes[0].xyxy == (0.1, 0.2, 0.5, 0.8)  # by the image's own size
+    (folder / "Questions.csv").write_text(f"Index,Question,Options,Correct Answer\n{'9' * 5000},Q?,(a) x (b) y,(a)\n")
+    report = Report()
+    assert not list(read(folder, "mmvp", report=report)) and report.dropped == {"field_type": 1}
+    entry = {"ds_name": "a", "data_path": "\0", "image_folder": "."}
+    (folder / "meta.json").write_text(json.dumps([entry]))
+    report = Report()
+    assert not list(read(folder / "meta.json", report=report)) and report.dropped == {"file_unreadable": 1}

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from PIL import Image
 from realvr.data.commands import check, export, show
 from realvr.data.export import write
 from realvr.data.sample import Sample
+from realvr.errors import UserError
 
 
 @pytest.fixture
@@ -106,3 +108,26 @@ def test_torch_and_pyarrow_stay_unimported(file: Path) -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[-1] == "[]"
+
+
+def test_no_input_is_overwritten(
+    tmp_path: Path, five_options: list[Sample], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "MMVP"
+    two = [replace(s, choices=s.choices[:2], answer="A") for s in five_options]
+    write(two, "mmvp", folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert export(folder / "Questions.csv", folder, "mmvp") == 2 and "not empty" in capsys.readouterr().err
+    for name in ("Questions.csv", "link.csv"):
+        if name == "link.csv":
+            (folder / name).symlink_to("Questions.csv")
+        with pytest.raises(UserError, match="would overwrite an input"):
+            check([folder / "Questions.csv"], quarantine=folder / name)
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and not path.is_symlink()}
+
+
+def test_places_that_cannot_be_written_are_named(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export(file, file / "x.jsonl", "jsonl") == 2 and "cannot be written" in capsys.readouterr().err
+    assert show(file, save=file / "pictures") == 2 and "cannot be written" in capsys.readouterr().err
+    file.write_text(file.read_text() + "{}\n")
+    assert check([file], quarantine=file.parent) == 2 and "quarantine file" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +12,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from realvr.data import sample as sample_module
 from realvr.data.detect import detect
 from realvr.data.export import square_frame, write
+from realvr.data.image_cache import ImageCache
+from realvr.data.readers import cells
 from realvr.data.readers.base import ReadOptions, join_options, parse_boxes, split_options
 from realvr.data.readers.mmvp import parse_options
 from realvr.data.readers.virl39k import unbox
 from realvr.data.readers.visual_cot import BOX_REQUEST
 from realvr.data.reading import Report, read
+from realvr.data.reasons import FileError
 from realvr.data.sample import Box, ImageRef, Message, Sample, strip_image_tags
 from realvr.errors import UserError
 
@@ -286,3 +291,102 @@ def test_small_parsers() -> None:
     assert split_options("A. x\nB. y", "A") == ("A. x\nB. y", [])
     assert split_options(join_options("Q?", ["x", "y", "z"]), "C") == ("Q?", ["x", "y", "z"])
     assert strip_image_tags("<image>\n<image> Is <image> red?\n<image>") == ("Is image 3 red?", 4)
+
+
+def cycles(samples: list[Sample]) -> list[Sample]:
+    """Two questions in four cycles each, as HR-Bench has them."""
+    return [
+        replace(samples[k // 4], id=str(k), choices=samples[0].choices[:4], answer="B", cycle=str(k % 4))
+        for k in range(8)
+    ]
+
+
+@pytest.mark.parametrize("name", ["hr_bench_4k.tsv", "hr_bench_4k.parquet"])
+def test_four_cycles_share_an_image_that_is_read_and_decoded_once(
+    name: str, tmp_path: Path, five_options: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(cycles(five_options), "hr-bench", tmp_path / name)
+    decoded: list[str] = []
+    real = sample_module.decode_base64
+    counted = lambda text, what: decoded.append(what) or real(text, what)  # noqa: E731
+    for module in (sample_module, cells):
+        monkeypatch.setattr(module, "decode_base64", counted)
+    found = list(read(tmp_path / name, options=ReadOptions(check_images="decode")))
+    assert len(found) == 8 and len({id(sample.images[0]) for sample in found}) == 2
+    # The TSV leaves images in the file: one reading for the hash, one for the check.
+    assert len(decoded) == (4 if name.endswith(".tsv") else 2)
+    images = ImageCache()
+    assert len({images.open(sample.images[0]).size for sample in found}) == 2 and images.decoded == 2
+
+
+def test_writing_four_cycles_reads_each_image_once(tmp_path: Path, five_options: list[Sample]) -> None:
+    opened: list[str] = []
+
+    class Counted(ImageRef):
+        def read(self) -> bytes:
+            opened.append(self.id)
+            return super().read()
+
+    refs = [Counted(s.images[0].id, data=s.images[0].data) for s in five_options[:2]]
+    samples = [replace(s, images=[refs[k // 4]]) for k, s in enumerate(cycles(five_options))]
+    write(samples, "hr-bench", tmp_path / "hr.tsv")
+    assert opened == ["scene0.png", "scene1.png"]
+    lines = (tmp_path / "hr.tsv").read_text().splitlines()
+    assert len({line.rsplit("\t", 1)[1] for line in lines[1:5]}) == 1  # the real layout: the image in every row
+
+
+def test_reference_to_no_earlier_row(tmp_path: Path, five_options: list[Sample]) -> None:
+    write(cycles(five_options), "hr-bench", tmp_path / "hr.tsv")
+    lines = (tmp_path / "hr.tsv").read_text().splitlines()
+    lines[1] = lines[1].replace("\tB\t", "\tZ\t", 1)  # dropped for its answer, but its image can be referred to
+    lines[2] = lines[2].rsplit("\t", 1)[0] + "\t0"
+    lines[3] = lines[3].rsplit("\t", 1)[0] + "\t7"
+    (tmp_path / "hr.tsv").write_text("\n".join(lines))
+    report = Report()
+    found = list(read(tmp_path / "hr.tsv", options=ReadOptions(check_images="none"), report=report))
+    assert report.dropped == {"answer_not_in_choices": 1, "image_missing": 1} and found[0].id == "1"
+    assert found[0].images[0].content_hash() == five_options[0].images[0].content_hash()
+
+
+def test_a_folder_with_both_hr_bench_files_keeps_both(tmp_path: Path, five_options: list[Sample]) -> None:
+    for name in ("hr_bench_4k", "hr_bench_8k"):
+        write(cycles(five_options), "hr-bench", tmp_path / f"{name}.parquet")
+    report = Report()
+    ids = [sample.id for sample in read(tmp_path, report=report)]
+    assert report.ok == 16 and not report.dropped and ids[0] == "hr_bench_4k/0" and ids[-1] == "hr_bench_8k/7"
+
+
+def test_a_split_that_is_not_there_is_refused(tmp_path: Path, five_options: list[Sample]) -> None:
+    write([replace(s, task="Counting") for s in five_options], "blink", tmp_path)
+    assert len(list(read(tmp_path, options=ReadOptions(split="val")))) == 6
+    with pytest.raises(FileError, match="no files of split 'test'; there are val"):
+        list(read(tmp_path, options=ReadOptions(split="test")))
+
+
+def test_a_failed_export_leaves_the_old_file(tmp_path: Path, five_options: list[Sample]) -> None:
+    for layout, name in (
+        ("jsonl", "x.jsonl"),
+        ("visual-cot", "x.json"),
+        ("virl39k", "x.parquet"),
+        ("hr-bench", "x.tsv"),
+    ):
+        (tmp_path / name).write_text("precious")
+
+        def broken() -> Iterator[Sample]:
+            yield five_options[0]
+            raise UserError("the input ends here")
+
+        with pytest.raises(UserError):
+            write(broken(), layout, tmp_path / name)
+        assert (tmp_path / name).read_text() == "precious"
+        assert not [file for file in tmp_path.iterdir() if ".part" in file.name]
+
+
+def test_mmvp_images_of_an_earlier_export_are_not_taken_for_the_new_ones(tmp_path: Path, encoded) -> None:
+    def pair(kind: str) -> list[Sample]:
+        pictures = [ImageRef.from_bytes(f"{k}", encoded(40, 30, k, kind)) for k in range(2)]
+        return [Sample.ask(str(k), [p], "Q?", "A", choices=["x", "y"], pair="1") for k, p in enumerate(pictures)]
+
+    for kind in ("JPEG", "PNG"):
+        write(pair(kind), "mmvp", tmp_path)
+        assert [s.images[0].read() for s in read(tmp_path)] == [s.images[0].read() for s in pair(kind)]

@@ -149,3 +149,10 @@ def test_mme_absent_questions_are_worded_like_the_others():
             named = tuple(sorted(kind for kind, all_of in ATTRIBUTES.items() if words & all_of))
             forms[item.letter == "E"][item.kind, named] += 1
     assert set(forms[True]) == set(forms[False])
+
+
+def test_mme_answers_are_balanced_within_each_kind():
+    found = [mme_item(np.random.default_rng([9, k]), k, clutter(), range(BUCKETS)) for k in range(300)]
+    patterns = Counter(item.answer for item in found if item.kind == "texture" and item.answer != ABSENT)
+    assert len(patterns) == 4 and max(patterns.values()) < 0.45 * patterns.total()
+    assert 0.12 < sum(item.answer == ABSENT for item in found) / len(found) < 0.28

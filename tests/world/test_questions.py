@@ -173,3 +173,32 @@ def test_dialogues_agree_with_the_solver_and_use_it(style, kinds):
         else:
             assert solve(scene, second.text) == second.answer
     assert total > 50 and pronouns > 10
+
+
+def guessed(asked: list[tuple[tuple[str, ...], str]]) -> float:
+    """Accuracy of the best guess from the options alone, learned on one half and tried on the other, both ways."""
+    half, right = len(asked) // 2, 0
+    for known, new in ((asked[:half], asked[half:]), (asked[half:], asked[:half])):
+        won, offered, same = Counter(), Counter(), defaultdict(Counter)
+        for choices, answer in known:
+            offered.update(choices)
+            won[answer] += 1
+            same[frozenset(choices)][answer] += 1
+        for choices, answer in new:
+            seen = same[frozenset(choices)]
+            often = seen.most_common(1)[0][0] if sum(seen.values()) >= 12 else ""
+            right += answer == (often or max(choices, key=lambda choice: (won[choice] + 1) / (offered[choice] + 4)))
+    return right / len(asked)
+
+
+@pytest.mark.parametrize("kind", ["color", "at_color", "shape", "position", "count", "texture"])
+def test_options_do_not_give_the_answer_away(kind):
+    rng = np.random.default_rng(3)
+    found = [sample_question(rng, full(), (kind,))[1] for _ in range(400)]
+    assert guessed([(question.choices, question.answer) for question in found]) < 0.32  # four options: 0.25
+
+
+def test_guessing_from_options_can_be_found():
+    rng = np.random.default_rng(3)
+    options = [tuple(str(low + k) for k in range(4)) for low in rng.integers(1, 5, 400)]
+    assert guessed([(choices, "4") for choices in options]) > 0.9

@@ -165,3 +165,9 @@ def test_bad_recipes_are_named(fields, named):
 def test_a_kind_that_a_style_cannot_ask_is_an_error_for_the_user():
     with pytest.raises(UserError, match="texture"):
         build(Recipe("curriculum", kinds=("texture",)), ("", 0))
+
+
+def test_what_a_split_would_ignore_is_refused():
+    for split, fields in (("mmvp", {"kinds": ("color",)}), ("blink", {"withheld": "only"})):
+        with pytest.raises(UserError, match="can be chosen for"):
+            Recipe(split, **fields)

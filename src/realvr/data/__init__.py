@@ -10,6 +10,7 @@ from typing import Any
 
 _HOME = {
     "Box": "sample",
+    "ImageCache": "image_cache",
     "ImageRef": "sample",
     "Message": "sample",
     "Sample": "sample",

@@ -21,6 +21,7 @@ from realvr.backbone.families import FAMILIES
 from realvr.data import overlay, reasons
 from realvr.data.detect import detect, format_named
 from realvr.data.export import write
+from realvr.data.image_cache import ImageCache
 from realvr.data.image_file import IMAGE_MISSING, ImageError
 from realvr.data.readers.base import ReadOptions
 from realvr.data.readers.jsonl import to_json
@@ -54,7 +55,7 @@ def _progress(paths: Sequence[Path], report: Report) -> Iterator[Progress]:
 
 
 def check(
-    paths: Annotated[tyro.conf.Positional[list[Path]], tyro.conf.arg(metavar="PATH")],
+    paths: Annotated[tyro.conf.Positional[list[Path]], tyro.conf.arg(metavar="PATH", help_behavior_hint="(required)")],
     format: str | None = None,
     policy: Policy = "skip",
     json: bool = False,
@@ -85,7 +86,14 @@ def check(
         mmvp_corrected: Correct the answers that the original MMVP file swaps at Index 99/100 and 279/280.
     """
     options = ReadOptions(images, policy, "decode", duplicates, split, mmvp_corrected)
+    if quarantine is not None and any(_same(quarantine, path) for path in paths):
+        raise UserError(f"{quarantine}: the quarantine file would overwrite an input; choose another name")
     return _check(list(paths), format, options, Report(quarantine=quarantine), json)
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether two names lead to one file, by links too."""
+    return one.resolve() == other.resolve() or (one.exists() and other.exists() and one.samefile(other))
 
 
 def _check(inputs: list[Path], format: str | None, options: ReadOptions, report: Report, json: bool) -> int:
@@ -178,7 +186,7 @@ def _print_check(result: dict[str, Any]) -> None:
 
 
 def show(
-    path: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PATH")],
+    path: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PATH", help_behavior_hint="(required)")],
     limit: int = 5,
     json: bool = False,
     save: Path | None = None,
@@ -224,7 +232,7 @@ def _show(
     save, family, max_tokens = drawing
     report = Report()
     console = Console(highlight=False, soft_wrap=True)
-    status = USABLE
+    status, opened = USABLE, ImageCache()
     try:
         for number, sample in enumerate(islice(read(path, format, options, report), max(0, limit)), start=1):
             row = to_json(sample)
@@ -233,7 +241,7 @@ def _show(
             else:
                 _print_sample(console, row)
             if save is not None:
-                status = max(status, _save(sample, number, save, family, max_tokens))
+                status = max(status, _save(sample, number, save, family, max_tokens, opened))
     except UserError as error:
         _fail(error)
         return UNREADABLE
@@ -242,12 +250,14 @@ def _show(
     return status if report.ok else NOTHING_USABLE
 
 
-def _save(sample: Sample, number: int, folder: Path, family: str, max_tokens: int) -> int:
+def _save(sample: Sample, number: int, folder: Path, family: str, max_tokens: int, opened: ImageCache) -> int:
     try:
-        overlay.save(sample, number, folder, family, max_tokens)
+        overlay.save(sample, number, folder, family, max_tokens, opened)
     except ImageError as error:
         _fail(error)
         return UNREADABLE
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror or error})") from None
     return USABLE
 
 
@@ -259,8 +269,8 @@ def _print_sample(console: Console, row: dict[str, Any]) -> None:
 
 
 def export(
-    path: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PATH")],
-    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")],
+    path: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PATH", help_behavior_hint="(required)")],
+    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT", help_behavior_hint="(required)")],
     to: str,
     format: str | None = None,
     policy: Policy = "skip",
@@ -293,9 +303,14 @@ def export(
 def _export(path: Path, out: Path, to: str, format: str | None, options: ReadOptions) -> int:
     report = Report()
     try:
-        if Path(out).resolve() == Path(path).resolve():
+        if _same(out, path):
             raise UserError(f"{out}: the export would overwrite its own input; choose another file")
+        if to.lower() in ("mmvp", "blink") and out.is_dir() and any(out.iterdir()):
+            raise UserError(f"{out}: the folder is not empty; name a new one, so that no file there is overwritten")
         written = write(read(path, format, options, report), to, out, strict=options.policy == "strict")
+    except OSError as error:
+        _fail(UserError(f"{out}: cannot be written ({error.strerror or error})"))
+        return UNREADABLE
     except UserError as error:
         _fail(error)
         return UNREADABLE

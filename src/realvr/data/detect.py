@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ _TABLES: dict[str, tuple[str, ...]] = {
     "virl39k": virl39k.REQUIRED,
 }
 _PROBE_ROWS = 5
+_SPLIT_FILE = re.compile(r"(\w+)-\d+-of-\d+")
 
 
 def format_named(name: str) -> Format:
@@ -140,13 +142,24 @@ def files_of(path: Path, fmt: Format, options: ReadOptions) -> list[Path]:
     if not fmt.folders:
         raise FileError(reasons.NOT_A_FILE, f"{path}: is a folder; {fmt.title} is expected as a file")
     found = _parquet_files(path)
-    if fmt.name == "blink":
-        found = [file for file in found if file.name.startswith(f"{options.split}-")] or found
     if not found:
         raise FileError(reasons.NOT_A_FILE, f"{path}: is a folder without parquet files")
+    if fmt.name == "blink":
+        found = _of_split(path, found, options.split)
     for file in found:
         _check_columns(file, fmt)
     return found
+
+
+def _of_split(path: Path, files: list[Path], split: str) -> list[Path]:
+    """The files of one split of a BLINK tree; all of them where none is named after a split."""
+    marked = {file: match[1] for file in files if (match := _SPLIT_FILE.match(file.name))}
+    if not marked:
+        return files
+    if split not in marked.values():
+        there = ", ".join(sorted(set(marked.values())))
+        raise FileError(reasons.FILE_MISSING, f"{path}: no files of split {split!r}; there are {there}")
+    return [file for file in files if marked.get(file) == split]
 
 
 def _check_columns(path: Path, fmt: Format) -> None:

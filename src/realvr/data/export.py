@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,17 @@ def write(samples: Iterable[Sample], to: str, out: str | Path, strict: bool = Tr
     path = Path(out)
     if path.is_dir() and key not in ("mmvp", "blink"):
         raise FileError(reasons.NOT_A_FILE, f"{path}: is a folder; name the file to write")
-    return WRITERS[key](samples, path, strict)
+    if key in ("mmvp", "blink"):
+        return WRITERS[key](samples, path, strict)
+    # Under another name until it is whole: a damaged input or a full disk must not cost a file that was there.
+    part = path.with_name(f".{path.stem}.part{path.suffix}")
+    try:
+        written = WRITERS[key](samples, part, strict)
+        part.replace(path)
+    finally:
+        with suppress(OSError):  # where even the folder could not be made
+            part.unlink(missing_ok=True)
+    return replace(written, files=[path])
 
 
 def write_jsonl(samples: Iterable[Sample], out: Path, strict: bool) -> Written:

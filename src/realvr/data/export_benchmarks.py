@@ -23,7 +23,7 @@ from realvr.data.parquet import ParquetSink
 from realvr.data.readers import blink, hr_bench, mme_realworld, mmvp
 from realvr.data.readers.base import join_options
 from realvr.data.reasons import BadRow
-from realvr.data.sample import LETTERS, Sample
+from realvr.data.sample import LETTERS, ImageRef, Sample
 
 _LOST = ("boxes", "response", "meta")
 
@@ -39,8 +39,17 @@ def _multiple_choice(sample: Sample, layout: str, options: int | None, images: i
         raise CannotHold(f"{layout} holds {images} image per question")
 
 
-def _encoded(sample: Sample) -> str:
-    return base64.b64encode(sample.images[0].read()).decode("ascii")
+class _Base64:
+    """Images as base64, the last one remembered: the four cycles of a question come in a row and share theirs."""
+
+    def __init__(self) -> None:
+        self.image: ImageRef | None = None
+        self.text = ""
+
+    def __call__(self, image: ImageRef) -> str:
+        if image != self.image:
+            self.image, self.text = image, base64.b64encode(image.read()).decode("ascii")
+        return self.text
 
 
 @contextmanager
@@ -88,6 +97,9 @@ def write_mmvp(samples: Iterable[Sample], out: Path, strict: bool) -> Written:
             pairs.append(sample.pair)
             data = sample.images[0].read()
             target = folder / f"{len(pairs)}{'.jpg' if suffix_of(data) == '.jpg' else '.png'}"
+            # The reader takes the first spelling it finds: one left by an earlier export would be the wrong picture.
+            for other in mmvp.SUFFIXES:
+                (folder / f"{len(pairs)}{other}").unlink(missing_ok=True)
             if suffix_of(data) in (".jpg", ".png"):
                 target.write_bytes(data)
             else:
@@ -152,7 +164,7 @@ def _indexed(sample: Sample, out: Path) -> str | int:
 
 def write_hr_bench(samples: Iterable[Sample], out: Path, strict: bool) -> Written:
     """HR-Bench TSV or parquet: four options, one base64 image, category and cycle."""
-    written = Written([out])
+    written, encoded = Written([out]), _Base64()
     with _table(out, list(hr_bench.REQUIRED), {"index": "int64"}) as add:
 
         def row(sample: Sample) -> None:
@@ -160,7 +172,7 @@ def write_hr_bench(samples: Iterable[Sample], out: Path, strict: bool) -> Writte
             if sample.cycle is None or not sample.category:
                 raise CannotHold("HR-Bench needs a category and a cycle")
             cells = {"index": _indexed(sample, out), "question": sample.question, "answer": sample.answer}
-            cells |= {"category": sample.category, "cycle_category": sample.cycle, "image": _encoded(sample)}
+            cells |= {"category": sample.category, "cycle_category": sample.cycle, "image": encoded(sample.images[0])}
             add(cells | dict(zip(hr_bench.OPTIONS, sample.choices, strict=True)))
             count_lost(sample, written, *_LOST, "tags", "pair")
 
@@ -182,11 +194,11 @@ def _mme_json_row(sample: Sample, image: str) -> dict[str, Any]:
     }
 
 
-def _mme_table_row(sample: Sample, out: Path) -> dict[str, Any]:
+def _mme_table_row(sample: Sample, out: Path, image: str) -> dict[str, Any]:
     options = "\n".join(f"({LETTERS[index]}) {choice}" for index, choice in enumerate(sample.choices))
     return {
         "index": _indexed(sample, out),
-        "image": _encoded(sample),
+        "image": image,
         "question": sample.question,
         "multi-choice options": options,
         **dict(zip(mme_realworld.OPTIONS, sample.choices, strict=True)),
@@ -209,10 +221,10 @@ def write_mme(samples: Iterable[Sample], out: Path, strict: bool) -> Written:
         else:
             columns = ["index", "image", "question", "multi-choice options", *mme_realworld.OPTIONS]
             columns += ["answer", "category", "l2-category"]
-            table = stack.enter_context(_table(out, columns, {"index": "int64"}))
+            table, encoded = stack.enter_context(_table(out, columns, {"index": "int64"})), _Base64()
 
             def add(sample: Sample) -> None:
-                table(_mme_table_row(sample, out))
+                table(_mme_table_row(sample, out, encoded(sample.images[0])))
 
         def row(sample: Sample) -> None:
             _multiple_choice(sample, "MME-RealWorld", len(mme_realworld.OPTIONS), 1)

@@ -47,9 +47,12 @@ class ImageStore:
         self.root = root
         self.folder = folder
         self.names: dict[str, str] = {}
+        self.last: tuple[ImageRef, str] | None = None
 
     def save(self, image: ImageRef) -> str:
         """Name relative to ``root``. The image's own name is kept where it is a plain relative path."""
+        if self.last is not None and self.last[0] == image:
+            return self.last[1]
         data = image.read()
         digest = hashlib.sha256(data).hexdigest()
         if digest not in self.names:
@@ -58,6 +61,7 @@ class ImageStore:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(data)
             self.names[digest] = name
+        self.last = (image, self.names[digest])
         return self.names[digest]
 
     def _own_name(self, name: str, data: bytes) -> str | None:

@@ -9,6 +9,7 @@ from PIL import Image, ImageDraw
 
 from realvr.backbone.types import Grid
 from realvr.data.boxes import preview_grid, token_boxes, token_mask
+from realvr.data.image_cache import ImageCache
 from realvr.data.sample import Sample
 
 LONGEST = 1600
@@ -55,12 +56,15 @@ def _ordered(corners: list[float]) -> tuple[float, float, float, float]:
     return x0, y0, max(x0, x1), max(y0, y1)
 
 
-def save(sample: Sample, number: int, folder: Path, family: str, max_tokens: int) -> list[Path]:
+def save(
+    sample: Sample, number: int, folder: Path, family: str, max_tokens: int, images: ImageCache | None = None
+) -> list[Path]:
     """Save every image of a sample as ``NNNN_K.png``; returns the paths."""
+    images = images or ImageCache()
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
     for index, ref in enumerate(sample.images):
-        image = ref.open()
+        image = images.open(ref)
         boxes = [box.xyxy for box in sample.boxes if box.image == index]
         path = folder / f"{number:04d}_{index}.png"
         draw(image, boxes, preview_grid(family, image.size, max_tokens)).save(path)

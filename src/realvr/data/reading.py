@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,9 @@ from realvr.data.readers.base import Context, Format, ReadOptions, Row
 from realvr.data.reasons import BadRow
 from realvr.data.sample import ImageRef, Sample
 from realvr.errors import UserError
+
+DETAIL = 300
+"""Characters of a detail that are shown: a damaged row may quote a name of any length."""
 
 
 @dataclass
@@ -36,13 +40,16 @@ class Report:
     def add(self, reason: str, detail: str, row: Row, file: Path, dropped: bool, name: str | None = None) -> None:
         """Count a dropped row (or rows) or a repair, and list it."""
         (self.dropped if dropped else self.repaired)[reason] += row.count
-        self.examples.setdefault(reason, f"{file}, row {row.number}: {detail}")
+        self.examples.setdefault(reason, f"{file}, row {row.number}: {detail[:DETAIL]}")
         if self.quarantine is None:
             return
         if self._file is None:
             target = Path(self.quarantine)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            self._file = target.open("w", encoding="utf-8")
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                self._file = target.open("w", encoding="utf-8")
+            except OSError as error:
+                raise UserError(f"quarantine file {target}: cannot be written ({error.strerror or error})") from None
         entry: dict[str, Any] = {"file": str(file), "row": row.number, "reason": reason, "detail": detail}
         entry |= {"dropped": dropped} | ({"rows": row.count} if row.count != 1 else {}) | ({"id": name} if name else {})
         self._file.write(json.dumps(entry, ensure_ascii=True) + "\n")
@@ -87,8 +94,12 @@ class _Reading:
 
     def samples(self, path: Path) -> Iterator[Sample]:
         files = files_of(path, self.fmt, self.options)
+        # HR-Bench counts from 0 in its 4K and in its 8K file: one folder with both must not lose one as duplicates.
+        several = len(files) > 1 and self.fmt.name == "hr-bench"
         for position, file in enumerate(files):
             for row in self.fmt.rows(file, self.options):
+                if several:
+                    row = replace(row, prefix=f"{file.stem}/")
                 if self.report.on_progress is not None:
                     self.report.on_progress((position + row.progress) / len(files))
                 sample = self._row(row, row.file or file)
@@ -160,5 +171,5 @@ class _Reading:
 
 def _must_be_file(image: ImageRef) -> None:
     """A stat call, not a read: fine for a million rows."""
-    if image.path is not None and not image.path.is_file():
+    if image.path is not None and not os.path.isfile(image.path):  # never raises, unlike Path.is_file
         image.read()  # raises with the exact reason

@@ -17,11 +17,12 @@ from realvr.world import puzzles
 from realvr.world.edits import sample_pair
 from realvr.world.items import Item, single
 from realvr.world.phrasing import phrase
-from realvr.world.proposals import values
+from realvr.world.proposals import aim, values
 from realvr.world.queries import Description, Query
 from realvr.world.questions import MAX_TRIES, Question, ask, compose, sample_question
 from realvr.world.sampling import Style, easy, full, pick, sample_scene, settle, shows
 from realvr.world.scene import Scene
+from realvr.world.words import REGIONS
 
 BLINK_TASKS: dict[str, int] = {
     "Counting": 120,
@@ -206,10 +207,10 @@ def mme_item(rng: np.random.Generator, index: int, style: Style, buckets: Contai
     kinds = ABSENT_KINDS if absent else MME_KINDS
     if style.vocabulary == "easy":
         kinds = tuple(kind for kind in kinds if kind != "texture")
-    kind = pick(rng, kinds)
+    kind, u = pick(rng, kinds), rng.random()
     for _ in range(MAX_TRIES):
         scene = sample_scene(rng, style, buckets)
-        question = (_absent if absent else _present)(rng, scene, kind)
+        question = (_absent if absent else _present)(rng, scene, kind, u)
         if question is not None:
             break
     else:
@@ -225,34 +226,47 @@ def mme_item(rng: np.random.Generator, index: int, style: Style, buckets: Contai
     )
 
 
-def _named(rng: np.random.Generator, scene: Scene, kind: str) -> tuple[Question, tuple[str, ...]] | None:
-    """A question about an object of the crowd, described by the attributes returned with it."""
+def _named(rng: np.random.Generator, scene: Scene, kind: str, u: float) -> tuple[Question, tuple[str, ...]] | None:
+    """A question about an object of the crowd, described by the attributes returned with it.
+
+    ``u`` is drawn once a question and fixes the wanted answer: most objects are plain, most questions must not be.
+    """
     names: tuple[str, ...] = {"color": ("texture", "shape"), "shape": ("texture", "color")}.get(
         kind, ("color", "shape")
     )
     if scene.vocabulary == "easy":
         names = tuple(name for name in names if name != "texture")
-    model = pick(rng, scene.objects)
+    # An arrow shows no texture, by which shapes are asked for here.
+    can_be = REGIONS if kind == "position" else tuple(value for value in values(kind, scene) if value != "arrow")
+    wanted = aim(can_be, u)
+    models = [i for i in scene.objects if (scene.region(i) if kind == "position" else getattr(i, kind)) == wanted]
+    if not models:
+        return None
+    model = pick(rng, models)
     wish = Description(**{name: getattr(model, name) for name in names})
     question = compose(Query(kind, wish), scene, rng) if wish.texture != "plain" else None
     return (question, names) if question else None
 
 
-def _absent(rng: np.random.Generator, scene: Scene, kind: str) -> Question | None:
+def _absent(rng: np.random.Generator, scene: Scene, kind: str, u: float) -> Question | None:
     """A question about an object that is not there, though others come close.
 
     It is worded, and has the options, of one about an object that is: nothing but the picture tells the two apart.
     """
-    like = _named(rng, scene, kind)
+    like = _named(rng, scene, kind, u)
     if like is None:
         return None
     question, names = like
-    # Words of objects that are there, so that only their combination is missing; a single word must be new.
-    stock = {name: [getattr(item, name) for item in scene.objects] for name in names}
-    if len(names) == 1:
-        stock = {name: list(values(name, scene)) for name in names}
-    wish = Description(**{name: pick(rng, stock[name]) for name in names})
-    if wish.matches(scene) or wish.texture == "plain":
+    if len(names) == 1:  # a single word must be new
+        wish = Description(**{name: pick(rng, values(name, scene)) for name in names})
+    else:  # words of two objects that could be asked about, so that only their combination is missing
+        other = _named(rng, scene, kind, rng.random())
+        if other is None:
+            return None
+        kept = pick(rng, names)
+        words = {name: (question if name == kept else other[0]).query.a for name in names}
+        wish = Description(**{name: getattr(about, name) for name, about in words.items()})
+    if wish.matches(scene):
         return None
     query = Query(kind, wish)
     evidence = tuple(wish.near_misses(scene)) if len(names) > 1 else ()
@@ -260,10 +274,10 @@ def _absent(rng: np.random.Generator, scene: Scene, kind: str) -> Question | Non
     return Question(query, text, ABSENT, evidence, (*question.choices, ABSENT))
 
 
-def _present(rng: np.random.Generator, scene: Scene, kind: str) -> Question | None:
+def _present(rng: np.random.Generator, scene: Scene, kind: str, u: float) -> Question | None:
     if kind == "count":
-        question = ask(scene, kind, rng)
+        question = ask(scene, kind, rng, u)
     else:
-        named = _named(rng, scene, kind)
+        named = _named(rng, scene, kind, u)
         question = named[0] if named else None
     return replace(question, choices=(*question.choices, ABSENT)) if question else None

@@ -39,6 +39,7 @@ FILES = {
 """What the real layouts' files are called, in the split's folder (HR-Bench: see `layout_path`)."""
 
 Format = Literal["all", "jsonl", "real"]
+Kinds = Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="(default: the usual ones)")]
 
 
 def parse_size(text: str | None) -> tuple[int, int] | None:
@@ -116,13 +117,13 @@ def _write(recipe: Recipe, folder: Path, format: Format, workers: int, progress:
 
 
 def make(
-    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")],
+    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT", help_behavior_hint="(required)")],
     split: tuple[str, ...] = ("all",),
     size: str | None = None,
     seed: int = 0,
     count: int | None = None,
     format: Format = "all",
-    kinds: tuple[str, ...] = (),
+    kinds: Kinds = (),
     withheld: Withheld | None = None,
     resize_pixels: int | None = None,
     patch: int | None = None,
@@ -144,7 +145,7 @@ def make(
         count: Questions; pairs for mmvp; pairs of each edit; questions in four cycles for hrbench. Left out: the usual.
         format: all writes our JSONL, which holds everything, and the real layout; jsonl or real writes one of them.
         kinds: Kinds of question, for curriculum, dialogues, train-*, validation and counterfactual.
-        withheld: Whether questions may, must not or must refer to something by a withheld word.
+        withheld: Whether questions may (any), must not (exclude) or must (only) refer to something by a withheld word.
         resize_pixels: Pixels that a model shrinks a large image to (hrbench: decides what is visible).
         patch: Side in pixels of what one visual token covers after that.
         workers: Processes.
@@ -170,13 +171,13 @@ def make(
 
 
 def show(
-    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PNG")],
+    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PNG", help_behavior_hint="(required)")],
     split: str = "train-boxes",
     size: str | None = None,
     seed: int = 0,
     limit: int = 12,
     columns: int = 4,
-    kinds: tuple[str, ...] = (),
+    kinds: Kinds = (),
     withheld: Withheld | None = None,
     resize_pixels: int | None = None,
     patch: int | None = None,
@@ -184,6 +185,7 @@ def show(
     """Draw a contact sheet: the first examples of a split with their questions, options, answers and evidence boxes.
 
     Examples:
+      realvr world show sheet.png
       realvr world show sheet.png --split blink --limit 20
 
     Args:

@@ -99,21 +99,31 @@ class Question:
         return replace(self, answer=outcome.answer, evidence=outcome.evidence)
 
 
+def _mixed(every: tuple[str, ...], answer: str, there: list[str], scene: Scene, rng: np.random.Generator) -> list[str]:
+    """Wrong values in random order, behind what tempts because the picture shows it.
+
+    That is everything shown where all values are equally common (easy scenes), else one of them: wanted answers are
+    uniform, so a rare value that is hardly ever offered but as the answer would be a safe guess.
+    """
+    wrong = [every[k] for k in rng.permutation(len(every)) if every[k] != answer]
+    tempting = [value for value in wrong if value in there][: None if scene.vocabulary == "easy" else 1]
+    return tempting + [value for value in wrong if value not in tempting]
+
+
 def _pool(query: Query, answer: str, scene: Scene, rng: np.random.Generator, count: int) -> list[str]:
     """Wrong answers, the most tempting first."""
     attribute = query.kind.removeprefix("at_").removeprefix("extreme_")
     if attribute in ("color", "shape", "direction", "texture", "size"):
-        every = values(attribute, scene)
-        shown = {getattr(item, attribute) for item in scene.objects}
-        mixed = [every[k] for k in rng.permutation(len(every))]
-        return sorted((value for value in mixed if value != answer), key=lambda value: value not in shown)
+        return _mixed(
+            values(attribute, scene), answer, [getattr(item, attribute) for item in scene.objects], scene, rng
+        )
     if query.kind == "count":
-        low = max(min(1, int(answer)), int(answer) - int(rng.integers(count)))
+        # Counts of 1 to 4 (3 to 5 on a small grid) are equally likely: the same options for all of them tell nothing.
+        low = 2 if scene.grid == (3, 3) else 1
+        low = low if low <= int(answer) < low + count else max(0, int(answer) - count + 1)
         return [str(n) for n in range(low, low + count) if str(n) != answer]
     if query.kind == "position":
-        shown = {scene.region(item) for item in scene.objects}
-        mixed = [REGIONS[k] for k in rng.permutation(len(REGIONS))]
-        return sorted((value for value in mixed if value != answer), key=lambda value: value not in shown)
+        return _mixed(REGIONS, answer, [scene.region(item) for item in scene.objects], scene, rng)
     whole = {
         "exist": ("yes", "no"),
         "holds": ("yes", "no"),

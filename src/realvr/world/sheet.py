@@ -14,6 +14,9 @@ from realvr.world.questions import LETTERS
 TILE = 300
 """Width of one example on the sheet, in pixels."""
 PICTURE = 220
+INSET, MAX_INSETS = 44, 6
+VISIBLE = 12
+"""Pixels on the sheet that an object needs to be made out."""
 TEXT, LINE = 12, 15
 INK, FAINT, GOOD, BOX = (20, 20, 20), (110, 110, 110), (0, 110, 40), (255, 0, 200)
 
@@ -32,6 +35,23 @@ def _picture(item: Item, index: int, width: int) -> Image.Image:
         if owner == index:
             pen.rectangle((x0 * scale - 2, y0 * scale - 2, x1 * scale + 1, y1 * scale + 1), outline=BOX)
     return picture
+
+
+def _insets(item: Item) -> list[Image.Image]:
+    """Supporting objects at a size that can be seen, where the picture had to be shrunk too far for that."""
+    found: list[Image.Image] = []
+    whole: dict[int, Image.Image] = {}
+    for owner, (x0, y0, x1, y1) in item.boxes:
+        view = item.views[owner]
+        if min(x1 - x0, y1 - y0) * TILE / view.size[0] >= VISIBLE or len(found) == MAX_INSETS:
+            continue
+        half = max(x1 - x0, y1 - y0)  # as much again around it, for context
+        cx, cy = (x0 + x1) // 2, (y0 + y1) // 2
+        if owner not in whole:
+            whole[owner] = Image.fromarray(view.pixels())
+        near = whole[owner].crop((cx - half, cy - half, cx + half, cy + half))
+        found.append(near.resize((INSET, INSET), Image.Resampling.BICUBIC))
+    return found
 
 
 def _lines(item: Item) -> list[tuple[str, tuple[int, int, int]]]:
@@ -53,12 +73,15 @@ def _tile(item: Item) -> Image.Image:
     """One example."""
     lines = _lines(item)
     tile = Image.new("RGB", (TILE, PICTURE + LINE * len(lines) + 18), (255, 255, 255))
+    insets = _insets(item)
     share = (TILE - 8) // len(item.views) - 4
     left = 6
     for index in range(len(item.views)):
         picture = _picture(item, index, share)
-        tile.paste(picture, (left, 4 + (PICTURE - picture.height) // 2))
+        tile.paste(picture, (left, 4 if insets else 4 + (PICTURE - picture.height) // 2))
         left += share + 4
+    for k, inset in enumerate(insets):
+        tile.paste(inset, (6 + k * (INSET + 4), PICTURE - INSET))
     pen = ImageDraw.Draw(tile)
     for k, (line, color) in enumerate(lines):
         pen.text((6, PICTURE + 8 + k * LINE), line, fill=color, font=font(TEXT))

@@ -61,6 +61,10 @@ SPLITS: dict[str, Split] = {
 }
 
 
+ANY_KIND = ("curriculum", "curriculum-test", "dialogues", "train-boxes", "train-plain", "validation")
+"""Splits whose kinds of question, and rule for withheld words, can be chosen."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Everything that decides a split's bytes."""
@@ -85,6 +89,12 @@ class Recipe:
         unknown = [kind for kind in self.kinds if kind not in FULL_KINDS]
         if unknown:
             raise UserError(f"no kind of question {unknown[0]!r}; there are {', '.join(FULL_KINDS)}")
+        if self.kinds and self.split not in (*ANY_KIND, "counterfactual"):
+            raise UserError(
+                f"split {self.split} has questions of its own; kinds can be chosen for {', '.join(ANY_KIND)}"
+            )
+        if self.withheld and self.split not in ANY_KIND:
+            raise UserError(f"split {self.split} uses any words; withheld can be chosen for {', '.join(ANY_KIND)}")
         style_for(*self.canvas)
 
     @property

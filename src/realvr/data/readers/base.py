@@ -156,6 +156,14 @@ def parse_boxes(text: str) -> list[list[float]]:
     return [[float(value) for value in group.split(",")] for group in found]
 
 
+def _as_float(value: float) -> float:
+    """As a float; JSON also holds whole numbers beyond the range of one, which become infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
 def normal_box(values: object, image: int, ctx: Context, size: tuple[int, int] | None = None) -> Box | None:
     """Four numbers -> `Box` in fractions, clipped; None where no area is left (counted as ``box_degenerate``).
 
@@ -165,7 +173,7 @@ def normal_box(values: object, image: int, ctx: Context, size: tuple[int, int] |
         raise BadRow(reasons.BOX_MALFORMED, f"box {values!r:.60} is not four numbers")
     if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
         raise BadRow(reasons.BOX_MALFORMED, f"box {values!r:.60} is not four numbers")
-    x0, y0, x1, y1 = (float(value) for value in values)
+    x0, y0, x1, y1 = (_as_float(value) for value in values)
     if not all(math.isfinite(value) for value in (x0, y0, x1, y1)):
         raise BadRow(reasons.BOX_MALFORMED, f"box {values!r:.60} is not finite")
     if x0 > x1 or y0 > y1:
@@ -184,7 +192,8 @@ def normal_box(values: object, image: int, ctx: Context, size: tuple[int, int] |
 
 def fraction_box(values: object, image: int, ctx: Context) -> Box | None:
     """As `normal_box` for a format whose boxes are fractions: pixels are refused, because guessing hides mistakes."""
-    numbers = [value for value in values if isinstance(value, int | float)] if isinstance(values, list | tuple) else []
+    values_or_none = values if isinstance(values, list | tuple) else ()
+    numbers = [_as_float(value) for value in values_or_none if isinstance(value, int | float)]
     if any(abs(value) > 2 for value in numbers if math.isfinite(value)):
         raise BadRow(reasons.BOX_IN_PIXELS, f"box {values!r:.60}: fractions of the image are expected")
     return normal_box(values, image, ctx)

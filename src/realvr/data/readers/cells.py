@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
+from weakref import WeakValueDictionary
 
 from realvr.data import reasons
 from realvr.data.readers.base import Context
 from realvr.data.reasons import BadRow
 from realvr.data.sample import FileSlice, ImageRef, decode_base64
 from realvr.data.streams import TableRow
-
-REFERENCE_LENGTH = 64
-"""Harnesses save space by writing another row's index where its image would stand; no image is this short."""
 
 
 def inline_id(ctx: Context, column: str = "image") -> str:
@@ -31,18 +30,40 @@ def cell_image(cell: Any, name: str) -> ImageRef:
 
 
 def table_image(row: dict[str, Any], index: str, ctx: Context, column: str = "image") -> ImageRef:
-    """The image of a TSV row (left in the file), of a parquet row, or of an earlier row that this one refers to."""
-    known: dict[str, ImageRef] = ctx.state.setdefault("images", {})
+    """The image of a TSV row (left in the file), of an earlier TSV row that it refers to, or of a parquet row.
+
+    Rows that hold the same image share one reference, so that it is read, checked and decoded once.
+    """
     if not isinstance(row, TableRow):
-        cell = row.get(column)
-        if isinstance(cell, str) and len(cell) <= REFERENCE_LENGTH and cell in known:
-            return known[cell]
-        return cell_image(cell, inline_id(ctx, column))
+        return _parquet_image(row.get(column), ctx, column)
     offset, length = row.image_at
     if length == 0:
         raise BadRow(reasons.IMAGE_LIST_EMPTY, f"column {column!r} is empty")
-    if row[column] in known:
-        return known[row[column]]
-    image = ImageRef(inline_id(ctx, column), slice=FileSlice(ctx.file, offset, length))
-    known[index] = image
+    by_index: dict[str, ImageRef] = ctx.state.setdefault("images", {})
+    if row[column] in by_index:
+        return by_index[row[column]]
+    if row[column].isdecimal():
+        raise BadRow(
+            reasons.IMAGE_MISSING, f"column {column!r} names row {row[column]!r:.20}, which did not come before"
+        )
+    by_digest: dict[bytes, ImageRef] = ctx.state.setdefault("digests", {})
+    image = by_digest.get(row.image_digest)
+    if image is None:
+        image = ImageRef(inline_id(ctx, column), slice=FileSlice(ctx.file, offset, length))
+        by_digest[row.image_digest] = image
+    by_index[index] = image
+    return image
+
+
+def _parquet_image(cell: Any, ctx: Context, column: str) -> ImageRef:
+    """Shared with earlier rows only while somebody holds those: parquet images live in memory."""
+    text = cell if isinstance(cell, str) else cell.get("bytes") if isinstance(cell, dict) else cell
+    if not isinstance(text, str | bytes):
+        return cell_image(cell, inline_id(ctx, column))
+    held: WeakValueDictionary[bytes, ImageRef] = ctx.state.setdefault("held", WeakValueDictionary())
+    raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    digest = hashlib.blake2b(raw, digest_size=16).digest()
+    image = held.get(digest)
+    if image is None:
+        image = held[digest] = cell_image(cell, inline_id(ctx, column))
     return image

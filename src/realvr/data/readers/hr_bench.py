@@ -28,10 +28,11 @@ REQUIRED = ("index", "question", "answer", "category", *OPTIONS, "cycle_category
 def parse(row: dict[str, Any], ctx: Context) -> Sample:
     """One row -> sample with its cycle."""
     index = text_of(row, "index")
+    image = table_image(row, index, ctx)  # first: later rows may refer to it even where this one is dropped
     choices = checked_choices([text_of(row, letter) for letter in OPTIONS])
     return Sample.ask(
         index,
-        [table_image(row, index, ctx)],
+        [image],
         question_of(row, "question"),
         letter_answer(text_of(row, "answer"), choices),
         choices=choices,

@@ -103,8 +103,11 @@ def parse(row: dict[str, Any], ctx: Context) -> Sample:
     answer = text_of(row, "answer")
     if not answer:
         raise BadRow(reasons.ANSWER_EMPTY, "'answer' is empty")
+    name = text_of(row, "id")
+    if not name:
+        raise BadRow(reasons.FIELD_MISSING, "'id' is empty")
     return Sample(
-        id=text_of(row, "id"),
+        id=name,
         images=images,
         turns=_turns(row, len(images)),
         answer=letter_answer(answer, choices) if choices else answer,

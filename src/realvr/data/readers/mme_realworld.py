@@ -71,11 +71,12 @@ def _parse_json(row: dict[str, Any], ctx: Context) -> Sample:
 
 def _parse_table(row: dict[str, Any], ctx: Context) -> Sample:
     index = text_of(row, "index")
+    image = table_image(row, index, ctx)  # first: later rows may refer to it even where this one is dropped
     choices = checked_choices([strip_letter(text_of(row, letter)) for letter in OPTIONS])
     task, _, subtask = text_of(row, "category").partition("/")
     return Sample.ask(
         index,
-        [table_image(row, index, ctx)],
+        [image],
         question_of(row, "question"),
         letter_answer(text_of(row, "answer"), choices),
         choices=choices,

@@ -26,6 +26,7 @@ from realvr.data.streams import csv_rows
 QUESTIONS = "Questions.csv"
 REQUIRED = ("Index", "Question", "Options", "Correct Answer")
 FOLDERS = ("MMVP Images", "MMVP_Images")
+SUFFIXES = (".jpg", ".png", ".jpeg")
 SWAPPED = frozenset({99, 100, 279, 280})
 """Rows whose answers are swapped in the original file (a later upload fixed them)."""
 _OPTION = re.compile(r"\(([a-z])\)\s*")
@@ -47,17 +48,15 @@ def _image(index: int, ctx: Context) -> ImageRef:
     if folder is None:
         folder = next((name for name in FOLDERS if (ctx.images / name).is_dir()), FOLDERS[0])
         ctx.state["folder"] = folder
-    suffix = next(
-        (end for end in (".jpg", ".png", ".jpeg") if (ctx.images / folder / f"{index}{end}").exists()), ".jpg"
-    )
+    suffix = next((end for end in SUFFIXES if (ctx.images / folder / f"{index}{end}").exists()), ".jpg")
     return ctx.image(f"{folder}/{index}{suffix}")
 
 
 def parse(row: dict[str, Any], ctx: Context) -> Sample:
     """One row -> sample with its pair."""
     number = text_of(row, "Index")
-    if not number.isdecimal() or int(number) < 1:
-        raise BadRow(reasons.FIELD_TYPE, f"Index is {number!r}, a number from 1 is expected")
+    if not (number.isdecimal() and len(number) < 10 and int(number) > 0):
+        raise BadRow(reasons.FIELD_TYPE, f"Index is {number!r:.40}, a number from 1 is expected")
     index = int(number)
     choices = parse_options(text_of(row, "Options"))
     answer = letter_answer(text_of(row, "Correct Answer"), choices)

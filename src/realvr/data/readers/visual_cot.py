@@ -7,7 +7,7 @@ square, so reading it as a fraction of the image is wrong on every image that is
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, TypeGuard
 
 from realvr.data import reasons
 from realvr.data.readers.base import Context, Format, normal_box, parse_boxes, require, split_options
@@ -17,6 +17,8 @@ from realvr.data.sample import Box, ImageRef, Message, Sample, strip_image_tags
 from realvr.data.streams import json_rows
 
 BOX_REQUEST = "Please provide the bounding box coordinate of the region that can help you answer the question better."
+LARGEST_SIDE = 1 << 20
+"""No image is this wide or high, whatever its row says."""
 _REQUEST = re.compile(re.escape(BOX_REQUEST) + r"\s*")
 
 
@@ -42,10 +44,14 @@ def _images(row: dict[str, Any], ctx: Context) -> tuple[list[ImageRef], list[tup
     return [ctx.image(name) for name in names], boxes
 
 
+def _is_side(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and 0 < value < LARGEST_SIDE
+
+
 def _size(row: dict[str, Any], images: list[ImageRef], index: int) -> tuple[int, int]:
     """Size that a pixel box refers to: the row's own, where it is given for a single image, else the image's header."""
     width, height = row.get("width"), row.get("height")
-    if len(images) == 1 and isinstance(width, int) and isinstance(height, int) and width > 0 and height > 0:
+    if len(images) == 1 and _is_side(width) and _is_side(height):
         return width, height
     return images[index].size
 
