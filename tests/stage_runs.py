@@ -47,7 +47,7 @@ def with_markers(checkpoint: Path, out: Path, latents: int = LATENTS) -> Path:
     return Backbone.load(checkpoint, dtype=torch.float32, latents=latents).save(out)
 
 
-def configure(kind: str, model: Path, data: Path, out: Path, **changes: Any) -> dict[str, Any]:
+def configure(kind: str, model: Path, data: Path, out: Path, /, **changes: Any) -> dict[str, Any]:
     """Raw settings of a small run; ``changes`` go on top, section by section."""
     raw: dict[str, Any] = {
         "model": {"path": str(model), "dtype": "float32", "latents": LATENTS},
