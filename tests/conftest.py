@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+import reference
 from helpers import DEVICE, DTYPE, load_stock
+from pair import Pair, exact_pair
 from realvr.backbone import FAMILIES, Backbone
 from realvr.backbone.tiny import build
 
@@ -65,3 +67,38 @@ def saved(backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stock(saved: Path) -> Any:
     """A plain transformers model of the saved directory, with eager attention everywhere."""
     return load_stock(saved)
+
+
+@pytest.fixture(scope="session")
+def marked(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint, its markers with different embeddings: new ones all start at the mean, hiding a mix-up."""
+    backbone = Backbone.load(checkpoint, dtype=torch.float32, device="cpu")
+    markers = backbone.markers
+    generator = torch.Generator().manual_seed(5)
+    for weight in {
+        id(w): w for w in (backbone.core.get_input_embeddings().weight, backbone.model.lm_head.weight)
+    }.values():
+        scale = float(weight.detach().std())
+        with torch.no_grad():
+            for token in (markers.start, markers.slot, markers.end):
+                weight[token] = torch.randn(weight.shape[1], generator=generator) * scale
+    return backbone.save(tmp_path_factory.mktemp("marked"))
+
+
+@pytest.fixture(scope="session")
+def pair(marked: Path) -> Pair:
+    """Ours and a stock model with eager attention, in the number format of the run. Shared: do not change it."""
+    stock = reference.load(marked, DTYPE, "eager", DEVICE)
+    return Pair(Backbone.load(marked, dtype=DTYPE, device=DEVICE), stock)
+
+
+@pytest.fixture(scope="session")
+def exact(marked: Path) -> Pair:
+    """In float64, without the float32 islands of the stock code. Shared: do not change it."""
+    return exact_pair(marked)
+
+
+@pytest.fixture
+def fresh_exact(marked: Path) -> Pair:
+    """The same, for one test alone."""
+    return exact_pair(marked)

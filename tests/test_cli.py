@@ -96,6 +96,8 @@ def errors(tmp_path: Path, model: Path, picture: Path) -> dict[str, tuple[tuple[
     text.write_text("not an image")
     truncated.write_bytes(picture.read_bytes()[:-30])
     empty.write_bytes(b"")
+    thin = tmp_path / "thin.png"
+    Image.new("RGB", (900, 1)).save(thin)
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text(json.dumps({"model_type": "llava"}))
@@ -110,6 +112,9 @@ def errors(tmp_path: Path, model: Path, picture: Path) -> dict[str, tuple[tuple[
         "negative latents": (("ask", model, picture, question, "--latents", "-1"), "--latents is -1"),
         "negative temperature": (("ask", model, picture, question, "--temperature", "-1"), "temperature is -1"),
         "no question": (("ask", model), "no question"),
+        "image for a question": (("ask", model, picture), "picture.png is a file, and no question follows it"),
+        "thin image": (("ask", model, thin, question, "--device", "cpu"), "thin.png (900x1)"),
+        "no place to write": (("new", "--family", "gemma3", picture / "x"), "cannot be written"),
         "prompt too long": (("ask", model, picture, "#9?" * 20000, "--device", "cpu"), "context"),
         "unknown dtype": (("ask", model, picture, question, "--dtype", "int3"), "int3"),
         "unknown device": (("ask", model, picture, question, "--device", "toaster"), "toaster"),
@@ -142,6 +147,12 @@ def test_an_error_in_a_real_process_has_no_traceback(model: Path, tmp_path: Path
 def test_unknown_option_is_exit_code_2(model: Path, picture: Path) -> None:
     done = run("ask", model, picture, "What?", "--latent", "3")
     assert done.returncode == 2 and "Traceback" not in done.stderr
+
+
+def test_a_warning_is_one_line(tmp_path: Path, picture: Path) -> None:
+    assert run("new", "--family", "gemma3", tmp_path / "gemma").returncode == 0
+    done = run("ask", tmp_path / "gemma", picture, "?", "--max-new", "1", "--latents", "0", "--max-tokens", "9")
+    assert done.stderr == "realvr: note: gemma3 ignores a visual-token budget: 16 visual tokens per image\n"
 
 
 def test_demo_answers_with_every_family(tmp_path: Path) -> None:

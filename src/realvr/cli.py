@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import warnings
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import NamedTuple
@@ -52,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code. 2 means that the input was wrong, and one line on stderr says what."""
     args = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(args)
+        with warnings.catch_warnings():
+            warnings.showwarning = _notice  # type: ignore[assignment]
+            return _dispatch(args)
     except UserError as error:
         print(f"realvr: error: {error}", file=sys.stderr)
         return 2
@@ -64,6 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # pipe.
         sys.stdout = None  # type: ignore[assignment]
         return 0
+
+
+def _notice(message: Warning | str, *where: object) -> None:
+    """A warning as a user should meet it: one line, without the source that raised it."""
+    print(f"realvr: note: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def _dispatch(args: list[str]) -> int:

@@ -412,6 +412,20 @@ def test_mismatched_images_or_latents_raise(backbone: Backbone) -> None:
             backbone.batch([replace(spanned, latents=latents)])
 
 
+def test_inputs_of_another_model_or_batch_are_refused(backbone: Backbone) -> None:
+    """``masked_scatter`` would take the first numbers of a source that is too long, without a word."""
+    batch, more = backbone.batch([backbone.prompt(ask(0))]), backbone.prompt(ask(0, 1)).images
+    for images in (more, ()):
+        with pytest.raises(ValueError, match="not those of the batch"):
+            backbone.embed_batch(batch, backbone.see(images))
+    with pytest.raises(ValueError, match="not those of the batch"):
+        backbone.embed_batch(backbone.batch([backbone.prompt(ask(text="None here."))]), backbone.see(more))
+    reply = Turn("assistant", "Red.", latents=torch.zeros(3, 2 * backbone.width))
+    wide = backbone.batch([backbone.prompt([Turn("user", "Which?"), reply, Turn("user", "Sure?")])])
+    with pytest.raises(ValueError, match=f"width {2 * backbone.width}, the model has {backbone.width}"):
+        backbone.embed_batch(wide, backbone.see(()))
+
+
 # ---------------------------------------------------------------------- bad input
 
 
@@ -492,6 +506,38 @@ def test_damaged_tokenizer_and_processor(broken: Path) -> None:
     processor.write_text(whole)
     (broken / "tokenizer.json").write_text("{")
     refuses(broken, str(broken), "tokenizer")
+
+
+def test_configurations_of_a_wrong_type(broken: Path) -> None:
+    config, processor = broken / "config.json", broken / "preprocessor_config.json"
+    whole, settings = json.loads(config.read_text()), processor.read_text()
+    for value in (3, whole["text_config"] | {"hidden_size": "wide"}):
+        config.write_text(json.dumps(whole | {"text_config": value}))
+        refuses(broken, str(broken), "configuration")
+    config.write_text(json.dumps(whole))
+    for text in ("[]", '{"size": {"height": "a", "width": 1}, "patch_size": "a"}'):
+        processor.write_text(text)
+        refuses(broken, str(broken), "image processor configuration")
+    processor.write_text(settings)
+    Backbone.load(broken, device="cpu")
+
+
+def test_weights_of_another_shape_name_a_tensor(broken: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((broken / "config.json").read_text())
+    for name in {"intermediate_size", "moe_intermediate_size"} & set(config["text_config"]):
+        config["text_config"][name] += 8
+    (broken / "config.json").write_text(json.dumps(config))
+    refuses(broken, str(broken), "shape", "layers.0.mlp")
+    assert "MISMATCH" not in capfd.readouterr().err
+
+
+def test_stored_tensors_without_a_place_are_noticed(broken: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = next(broken.glob("*.safetensors"))
+    save_file(load_file(file) | {"model.left_over": torch.zeros(2)}, file, {"format": "pt"})
+    with pytest.warns(UserWarning, match="1 stored tensors are not used, among them .*left_over"):
+        Backbone.load(broken, device="cpu")
 
 
 def test_negative_latents(checkpoint: Path) -> None:

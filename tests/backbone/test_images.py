@@ -336,5 +336,5 @@ def test_configuration_that_contradicts_itself(checkpoints: dict[str, Path]) -> 
 
 
 def test_directory_without_a_processor(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no image processor configuration"):
+    with pytest.raises(UserError, match="the image processor configuration cannot be used"):
         ImageProcessor.load(tmp_path, FAMILIES["qwen2.5-vl"], None)

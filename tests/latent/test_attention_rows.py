@@ -197,6 +197,16 @@ def test_rows_of_branches_are_those_of_each_branch_alone(pair: Any) -> None:
         assert difference(alone[:, 0], logp[:, branch]) <= HIDDEN
 
 
+def test_rows_of_a_half_precision_model_are_not_rounded(marked: Path) -> None:
+    """Weights rounded to bfloat16 no longer sum to one, and their small differences are noise."""
+    backbone = Backbone.load(marked, dtype=torch.bfloat16, device=DEVICE)
+    state, _ = prefill(backbone, backbone.batch([backbone.prompt(ask(0))]))
+    probe = Probe()
+    extend(backbone, state, tokens(1, 4), probes=[probe])
+    assert probe.mean().dtype == torch.float32
+    assert float((probe.stack().sum(-1) - 1).abs().max()) <= 1e-5
+
+
 def test_probing_changes_nothing(pair: Any) -> None:
     _, _, after, _, _ = thought(pair)
     ids = tokens(2, 6)

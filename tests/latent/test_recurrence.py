@@ -17,6 +17,7 @@ from torch import Tensor
 
 import reference
 from helpers import DEVICE, ask
+from pair import gradients, relative
 from realvr.backbone import Backbone, Batch, Matrix, Probe
 from realvr.errors import UserError
 from realvr.latent import extend, prefill, score, think, trajectory
@@ -63,22 +64,6 @@ def our_value(backbone: Backbone, batch: Batch, memory: str = "cached") -> tuple
 def reference_value(pair: Any, prompts: list[Any]) -> tuple[Tensor, Tensor]:
     sequence, z_BKD = pair.think(pair.begin(prompts), K)
     return value(z_BKD, reference.answer_logprobs(pair.stock, sequence, answer(len(prompts)))), z_BKD
-
-
-def gradients(model: Any, scalar: Tensor) -> dict[str, Tensor]:
-    """Gradient of every trainable parameter by name (zero where it is not used)."""
-    names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
-    found = torch.autograd.grad(scalar, parameters, allow_unused=True)
-    return {n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, parameters, found, strict=True)}
-
-
-def relative(ours: dict[str, Tensor], right: dict[str, Tensor]) -> float:
-    """Largest relative difference over the parameters. A gradient that is nothing but rounding beside the others (below
-    1e-6 of the largest) is measured on that floor."""
-    assert ours.keys() == right.keys()
-    floor = 1e-6 * max(float(g.norm()) for g in right.values())
-    assert floor > 0
-    return max(float((ours[n] - g).norm()) / max(float(g.norm()), floor) for n, g in right.items())
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from helpers import DEVICE, DTYPE, ask, difference, load_stock, mixed_prompts, s
 from realvr.backbone import Backbone, Prompt, Turn
 from realvr.errors import UserError
 from realvr.latent.engine import prefill, score, splice, think
-from realvr.latent.group import Rollout, rollout
+from realvr.latent.group import Rollout, _stop_test, rollout
 from realvr.latent.sampling import GREEDY, Sampling, choose, draws
 
 pytestmark = pytest.mark.skipif(torch.float32 != DTYPE, reason="the best token is a toss-up in half precision")
@@ -432,6 +432,16 @@ def test_a_stop_text_that_starts_and_ends_inside_tokens(models: Pair, stop: str)
     assert (done.finish, done.ids, done.text) == ("stop", script[: first + 1], spoken[first])
 
 
+@pytest.mark.parametrize("stop", ["</answer>", "answer is", "\n\n", "é", "ö ", "日"])
+def test_the_stop_test_equals_decoding_everything(models: Pair, stop: str) -> None:
+    backbone = models.ours
+    text = "The answer is <answer>é</answer>\n\n日 ö then."
+    ids = plain_ids(backbone, text)
+    stopped = _stop_test(backbone, stop)
+    ends = [n for n in range(1, len(ids) + 1) if stop in backbone.tokenizer.decode(ids[:n])]
+    assert [n for n in range(1, len(ids) + 1) if stopped(ids[:n])][0] == ends[0]
+
+
 def test_the_answer_tag_merged_with_its_neighbours(fresh: Backbone) -> None:
     """A vocabulary in which both borders of the tag lie inside a token."""
     fresh.tokenizer.add_tokens(["ed</", ">\n\n"])
@@ -568,6 +578,8 @@ def test_draws_do_not_depend_on_the_token_limit() -> None:
     [
         {"temperature": -0.1},
         {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"temperature": 1e-45},
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"top_k": -1},

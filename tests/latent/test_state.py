@@ -209,3 +209,29 @@ def test_packed_examples_equal_separate_rows(pair: Any) -> None:
     for prompt, packed in zip(prompts, hidden.split([len(p) for p in prompts], 1), strict=True):
         assert difference(packed, prefill(backbone, backbone.batch([prompt]))[1]) <= CLOSE
         assert difference(packed, reference.hidden(pair.stock, pair.begin([prompt]))) <= CLOSE
+
+
+def test_a_state_with_branches_is_not_continued_by_mistake(pair: Any) -> None:
+    """New columns would neither see the branches nor stand where they think they stand."""
+    trunk = read(pair, prompts_of(pair))
+    _, _, branched = score(pair.ours, trunk, tokens(2, 3, 2))
+    for go_on in (
+        lambda: extend(pair.ours, branched, tokens(2, 3)),
+        lambda: think(pair.ours, branched, K),
+        lambda: score(pair.ours, branched, tokens(2, 1, 2)),
+        lambda: score(pair.ours, branched, tokens(2, 3, 2)),
+    ):
+        with pytest.raises(ValueError, match="branches"):
+            go_on()
+    _, _, single = score(pair.ours, trunk, tokens(2, 1, 4))
+    _, at_once = extend(pair.ours, trunk, torch.cat([tokens(2, 4), tokens(2, 3)], dim=1))
+    assert difference(extend(pair.ours, single, tokens(2, 3))[1], at_once[:, 4:]) <= CLOSE
+
+
+def test_a_later_turn_must_start_where_the_state_ends(pair: Any) -> None:
+    prompts = prompts_of(pair)
+    state = read(pair, prompts)
+    with pytest.raises(ValueError, match="start_B=state.next_B"):
+        prefill(pair.ours, pair.ours.batch(prompts), state=state)
+    with pytest.raises(ValueError, match="none was given"):
+        prefill(pair.ours, pair.ours.batch(prompts, start_B=state.next_B))

@@ -90,7 +90,8 @@ class Probe:
 
     ``rows`` (B, R) indexes this pass's queries; None means all. ``columns`` selects keys by absolute column: a slice,
     or a (B, C) index; None means all. ``layers[l]`` is then (B, R, C), the mean over heads, or (B, H, R, C) with
-    ``heads``. Rows are detached unless ``gradient`` is set.
+    ``heads``. Rows are detached unless ``gradient`` is set. They are float32 also for a half-precision model: a readout
+    takes means and small differences of them.
     """
 
     rows: Tensor | None = None
@@ -176,7 +177,7 @@ class Pass:
 
 def _weights(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float, causal: bool) -> Tensor:
     """Post-softmax attention (B, H, R, Tk) of ``query`` (B, H, R, d) on ``key`` (B, H_kv, Tk, d), without repeating
-    keys."""
+    keys. In float32 or wider."""
     batch, heads, rows, width = query.shape
     kv_heads, length = key.shape[1], key.shape[2]
     folded = query.reshape(batch, kv_heads, heads // kv_heads * rows, width)
@@ -187,7 +188,7 @@ def _weights(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float, ca
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     wide = torch.promote_types(scores.dtype, torch.float32)
-    return scores.softmax(-1, dtype=wide).to(query.dtype)
+    return scores.softmax(-1, dtype=wide)
 
 
 def _rows(probe: Probe, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
@@ -250,7 +251,7 @@ def attend(
     for probe in realvr.probes:
         realvr.record(layer, probe.layers, _rows(probe, query, key, mask, scale))
     if realvr.matrix is not None:
-        weights = _weights(query, key, mask, scale, causal=queries > 1)
+        weights = _weights(query, key, mask, scale, causal=queries > 1).to(query.dtype)
         realvr.record(layer, realvr.matrix.layers, weights)
         out = weights @ repeat_kv(value, query.shape[1] // value.shape[1])
         return out.transpose(1, 2).contiguous(), None

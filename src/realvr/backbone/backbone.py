@@ -140,9 +140,9 @@ class Backbone:
 
     def forbidden_ids(self) -> Tensor:
         """Ids that no policy may sample: vision and latent control tokens, and rows beyond the tokenizer."""
-        vocabulary = self.tokenizer.get_vocab()
+        find = self.tokenizer.backend_tokenizer.token_to_id  # get_vocab() would copy the whole vocabulary
         ids = {self.image_id, self.markers.start, self.markers.slot, self.markers.end}
-        ids |= {vocabulary[token] for token in self.family.never_sampled if token in vocabulary}
+        ids |= {i for i in map(find, self.family.never_sampled) if i is not None}
         ids |= set(range(len(self.tokenizer), self.model.lm_head.out_features))
         return torch.tensor(sorted(i for i in ids if i < self.model.lm_head.out_features))
 
@@ -217,7 +217,20 @@ class Backbone:
         return self.core.get_input_embeddings()(ids)
 
     def embed_batch(self, batch: Batch, visual: VisualTokens) -> Tensor:
-        """Input embeddings (B, T, D): text, visual tokens, and the saved latents of earlier spans."""
+        """Input embeddings (B, T, D): text, visual tokens, and the saved latents of earlier spans.
+
+        Both are checked against the batch first: ``masked_scatter`` takes what it needs from a longer source and says
+        nothing.
+        """
+        if visual.grids != tuple(image.grid for image in batch.images):
+            given, own = (sum(x.tokens for x in some) for some in (visual.grids, batch.images))
+            raise ValueError(
+                f"the visual tokens given ({given}, of {len(visual.grids)} images) are not those of the batch "
+                f"({own}, of {len(batch.images)} images)"
+            )
+        for span in batch.latents:
+            if span.shape[-1] != self.width:
+                raise ValueError(f"saved latents have width {span.shape[-1]}, the model has {self.width}")
         text = batch.ids_BT.masked_fill(batch.image_BT | batch.slot_BT, 0)  # an image id may lie outside the vocabulary
         embeds = self.embed(text)
         if visual.grids:

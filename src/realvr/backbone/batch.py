@@ -25,6 +25,7 @@ class Batch:
     images: tuple[ImageInput, ...]  # of all rows, in row-major order
     latents: tuple[Tensor, ...]  # spliced latents of all rows, (K_i, D), in row-major order
     padded: bool
+    continues: bool = False  # whether positions go on from those of a state
 
     def to(self, device: torch.device | str) -> Batch:
         names = ("ids_BT", "real_BT", "positions", "next_B", "image_BT", "slot_BT")
@@ -62,7 +63,8 @@ def collate(
     else:
         positions, next_B = plain_positions(real_BT, start_B)
     padded = any(len(prompt) != width for prompt in prompts)
-    return Batch(ids_BT, real_BT, positions, next_B, image_BT, slot_BT, images, latents, padded)
+    continues = start_B is not None
+    return Batch(ids_BT, real_BT, positions, next_B, image_BT, slot_BT, images, latents, padded, continues)
 
 
 def _check(prompts: Sequence[Prompt], image_BT: Tensor, slot_BT: Tensor) -> None:

@@ -1,7 +1,7 @@
 """From an image on disk to what the vision tower reads, with the Pillow backend only.
 
-One backend for training and evaluation: the torchvision backends differ in pixels by up to 1.5e-2, and the
-development machines have no torchvision.
+One backend for training and evaluation: the torchvision backends differ in pixels by up to 3.5e-2 (see
+``docs/backbone.md``), and the development machines have no torchvision.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def open_image(source: str | Path | bytes | Image.Image) -> Image.Image:
         if path.stat().st_size == 0:
             raise UserError(f"{name} is empty (0 bytes)")
         with path.open("rb") as file:
-            return _open(file, name)
+            image = _open(file, name)
+            image.filename = str(source)  # type: ignore[attr-defined]  # so that a later error can name it
+            return image
     except (OSError, ValueError) as error:  # permissions, NUL bytes in the path, a disk that went away
         raise UserError(f"{name} cannot be read: {_one_line(error)}") from error
 
@@ -165,11 +167,11 @@ class ImageProcessor:
         stock_class = getattr(importlib.import_module(module), name)
         try:
             stock = stock_class.from_pretrained(str(path))
-        except (OSError, ValueError) as error:
-            raise UserError(f"no image processor configuration in {path}: {_one_line(error)}") from error
-        if family.variable_grid:
-            return cls(family, stock, None, min_tokens, max_tokens, tiles)
-        tokens, merge = _fixed_grid(config, stock)
+            if family.variable_grid:
+                return cls(family, stock, None, min_tokens, max_tokens, tiles)
+            tokens, merge = _fixed_grid(config, stock)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:  # whatever a damaged file leads to
+            raise UserError(f"{path}: the image processor configuration cannot be used ({_one_line(error)})") from error
         return cls(family, stock, tokens, min_tokens, max_tokens, tiles, merge=merge)
 
     def _set_budget(self, min_tokens: int | None, max_tokens: int | None) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import socket
+import warnings
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
-from transformers.utils import cached_file
+from transformers.utils import cached_file, logging
 
 from realvr.backbone.backbone import Backbone, Markers
 from realvr.backbone.families import FAMILIES, MARKERS, Family, family_of
@@ -95,7 +97,7 @@ def read_config(source: str) -> tuple[Any, Family]:
             fields = json.loads(config_file.read_text())
             _refuse_unsupported(source, fields.get("model_type") if isinstance(fields, dict) else None)
         config = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         raise UserError(f"{source}: the configuration cannot be read ({_first_line(error)})") from error
     return config, _refuse_unsupported(source, config.model_type)
 
@@ -146,16 +148,29 @@ def _load_tokenizer(source: str) -> Any:
 
 
 def _load_model(source: str, dtype: torch.dtype | str, device: torch.device) -> Any:
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # its report of many lines; what it would say is said below
     try:
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
-            source, dtype=dtype, use_safetensors=True, output_loading_info=True
+            source, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
         )
         model, found = loaded
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"{source}: the model cannot be loaded ({_first_line(error)})") from error
+    finally:
+        logging.set_verbosity(verbosity)
     if found["missing_keys"]:  # transformers would fill them with random numbers and only warn
         names = sorted(found["missing_keys"])
         raise UserError(f"{source}: the weights lack {len(names)} tensors of the model, among them {names[0]}")
+    if found["mismatched_keys"]:  # refused here, because transformers' own error names no tensor
+        name, stored, wanted = sorted(found["mismatched_keys"])[0]
+        raise UserError(
+            f"{source}: {len(found['mismatched_keys'])} tensors do not have the shape that config.json asks for, among "
+            f"them {name}: {tuple(stored)}, not {tuple(wanted)}"
+        )
+    if found["unexpected_keys"]:
+        names = sorted(found["unexpected_keys"])
+        warnings.warn(f"{source}: {len(names)} stored tensors are not used, among them {names[0]}", stacklevel=2)
     return model.to(device)
 
 
@@ -230,5 +245,5 @@ def _refuse_unreachable(source: str) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]
+    first, *rest = (str(error).strip() or type(error).__name__).splitlines()
+    return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first

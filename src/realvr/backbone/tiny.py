@@ -297,13 +297,16 @@ def build(family: str, size: str, directory: Path, seed: int = 0) -> Path:
     shape = SIZES[size][family]
     tokenizer = build_tokenizer(family)
     model = _model(_config(FAMILIES[family], shape, tokenizer), seed)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as scratch:
-        staging = Path(scratch)
-        _save_model(model, family, tokenizer, staging)
-        tokenizer.save_pretrained(staging)
-        _save_processors(FAMILIES[family], shape, staging)
-        directory.mkdir(exist_ok=True)
-        for path in sorted(staging.iterdir(), key=lambda path: path.name == "config.json"):
-            path.replace(directory / path.name)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as scratch:
+            staging = Path(scratch)
+            _save_model(model, family, tokenizer, staging)
+            tokenizer.save_pretrained(staging)
+            _save_processors(FAMILIES[family], shape, staging)
+            directory.mkdir(exist_ok=True)
+            for path in sorted(staging.iterdir(), key=lambda path: path.name == "config.json"):
+                path.replace(directory / path.name)
+    except OSError as error:  # a parent that is a file, no permission, a full disk
+        raise UserError(f"{directory} cannot be written ({error.strerror or error})") from error
     return directory

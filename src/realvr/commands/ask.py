@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import os
 import re
 import sys
 import time
@@ -69,6 +70,8 @@ def ask(
     if latents is not None and latents < 0:
         raise UserError(f"--latents is {latents}: the number of latent slots cannot be negative")
     *paths, question = what
+    if os.path.isfile(question):
+        raise UserError(f'{question} is a file, and no question follows it: realvr ask MODEL IMAGE… "QUESTION"')
     from realvr.backbone.images import open_image
 
     images = [open_image(path) for path in paths]  # before the model is read: a wrong path should not cost minutes

@@ -53,6 +53,11 @@ def advance(
     ``segment_BT`` isolates branches or packed examples, see :class:`realvr.backbone.attention.Columns`. ``place_BT``
     matters to families with sliding windows only, where positions are not consecutive; by default it is the position.
     """
+    if state is not None and state.columns.segment is not None and segment_BT is None:
+        raise ValueError(
+            "this state ends in branches (or packed examples), and new columns without a segment would see none of "
+            "them: extend the state before the branches, or give segment_BT and positions"
+        )
     rows, new, _ = embeds_BTD.shape
     device = embeds_BTD.device
     no_image = torch.zeros(rows, new, dtype=torch.bool, device=device) if image_BT is None else image_BT
@@ -146,6 +151,12 @@ def prefill(
     ``visual`` are the visual tokens of ``batch.images``; they are computed here when not given. With ``state``, the
     batch continues it (a later turn): build it with ``backbone.batch(prompts, start_B=state.next_B)``.
     """
+    if (state is not None) != batch.continues:
+        raise ValueError(
+            "this batch starts at position 0, but continues a state: build it with start_B=state.next_B"
+            if state is not None
+            else "this batch continues a state (start_B), but none was given"
+        )
     visual = backbone.see(batch.images) if visual is None else visual
     has_images = bool(batch.images)
     return advance(
@@ -302,6 +313,8 @@ def score(
     The G continuations are branches of one trunk: they share its keys and values without copies and do not see each
     other. Only real tokens pass the LM head; padding gets 0. Probe rows count the flattened (G * S) columns.
     """
+    if state.columns.segment is not None:
+        raise ValueError("this state ends in branches already: score continuations of the state before them")
     batch, group, size = ids_BGS.shape
     real = torch.ones_like(ids_BGS, dtype=torch.bool) if real_BGS is None else real_BGS
     device = ids_BGS.device

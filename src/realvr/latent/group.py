@@ -2,13 +2,14 @@
 
 The latents are deterministic given the prompt, so the G completions share them and only the text branches. The
 branches grow side by side on one trunk: a step feeds one token per unfinished branch, the prompt's keys and values
-are neither copied nor read G times, and finished branches and prompts leave the batch.
+are held once and read once per step, not G times, and finished branches and prompts leave the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal
 
 import torch
@@ -127,6 +128,7 @@ def decode(
     completions = [[Completion() for _ in range(group)] for _ in range(state.rows)]
     # rows[r] holds the unfinished branches of row r of the (shrinking) state, in the order their tokens are fed.
     rows = [[_Branch(p, g, completions[p][g], limits[p]) for g in range(group)] for p in range(state.rows)]
+    stopped = _stop_test(backbone, sampling.stop)
     hidden = state.last_BD[:, None]
     start = state.next_B
     for step in range(steps):
@@ -142,7 +144,7 @@ def decode(
         for branch, token, value in zip(branches, tokens.tolist(), chosen.tolist(), strict=True):
             branch.completion.ids.append(token)
             branch.completion.logprobs.append(value)
-        survivors = _finish(backbone, rows, sampling)
+        survivors = _finish(backbone, rows, stopped)
         if not any(survivors):
             break
         state, start, rows = _drop_rows(state, start, survivors)
@@ -153,9 +155,27 @@ def decode(
     return completions
 
 
-def _finish(backbone: Backbone, rows: list[list[_Branch]], sampling: Sampling) -> list[list[_Branch]]:
+def _stop_test(backbone: Backbone, stop: str | None) -> Callable[[list[int]], bool]:
+    """Whether ids have just come to hold the text ``stop``.
+
+    To decode the end of every branch at every step costs more than the rest of the bookkeeping together, so that is
+    done only where the newest token holds the last character of ``stop``.
+    """
+    if not stop:
+        return lambda ids: False
+    decode, last = backbone.tokenizer.decode, stop[-1]
+    tail = len(stop.encode()) + 1  # a token holds at least one byte
+    alone = "!" <= last <= "~"  # one byte, and no space that decoding might strip: it stands whole in some token
+
+    @cache
+    def may_end(token: int) -> bool:
+        return not alone or last in decode([token])
+
+    return lambda ids: may_end(ids[-1]) and stop in decode(ids[-tail:])
+
+
+def _finish(backbone: Backbone, rows: list[list[_Branch]], stopped: Callable[[list[int]], bool]) -> list[list[_Branch]]:
     """Set the finish reason of branches that just ended; return those that go on, row by row."""
-    tail = len(sampling.stop.encode()) + 1 if sampling.stop else 0  # a token holds at least one byte
     survivors = []
     for row in rows:
         alive = []
@@ -163,7 +183,7 @@ def _finish(backbone: Backbone, rows: list[list[_Branch]], sampling: Sampling) -
             done = branch.completion
             if done.ids[-1] in backbone.eos_ids:
                 done.finish = "eos"
-            elif sampling.stop and sampling.stop in backbone.tokenizer.decode(done.ids[-tail:]):
+            elif stopped(done.ids):
                 done.finish = "stop"
             elif len(done.ids) < branch.limit:
                 alive.append(branch)
@@ -182,12 +202,9 @@ def _drop_rows(state: State, start: Tensor, rows: list[list[_Branch]]) -> tuple[
 def _feed(backbone: Backbone, state: State, rows: list[list[_Branch]], position_B: Tensor) -> tuple[State, Tensor]:
     """One token per unfinished branch; returns the hidden states of these branches (n, D) in row-major order."""
     width = max(len(row) for row in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    segment = torch.full((len(rows), width), -2, dtype=torch.long)  # -2: a filler that no branch sees
-    for r, row in enumerate(rows):
-        for c, branch in enumerate(row):
-            ids[r, c] = branch.completion.ids[-1]
-            segment[r, c] = branch.number
+    ids = torch.tensor([[b.completion.ids[-1] for b in row] + [0] * (width - len(row)) for row in rows])
+    # -2: a filler that no branch sees
+    segment = torch.tensor([[b.number for b in row] + [-2] * (width - len(row)) for row in rows])
     device = position_B.device
     filler = segment == -2
     positions = position_B[:, None].expand(-1, width)

@@ -31,8 +31,8 @@ class Sampling:
     """Text that ends a completion once it has been written; None switches it off."""
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise UserError(f"temperature is {self.temperature}: it cannot be negative")
+        if not (self.temperature == 0 or 1e-4 <= self.temperature < float("inf")):  # below, logits / T overflows
+            raise UserError(f"temperature is {self.temperature}: it must be 0 (greedy) or at least 0.0001")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p is {self.top_p}: it must be in (0, 1]")
         if self.top_k < 0:

@@ -44,6 +44,10 @@ class BaseBatch:
     dense_NA: Tensor  # class of each visual token per attribute; -1 where unknown
     totals: dict[str, float]
 
+    @property
+    def names(self) -> list[str]:
+        return self.rows.names
+
     def to(self, device: torch.device) -> BaseBatch:
         self.rows.to(device)
         self.caption_M, self.dense_NA = self.caption_M.to(device), self.dense_NA.to(device)

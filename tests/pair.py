@@ -1,4 +1,4 @@
-"""The adapter and a stock model side by side, over the same weights."""
+"""The adapter and a stock model side by side, over the same weights; gradients of both, compared."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 import reference
-from helpers import DEVICE, DTYPE, stock_inputs
+from helpers import DEVICE, stock_inputs
 from realvr.backbone import Backbone, Prompt
 
 
@@ -55,42 +54,24 @@ class Pair:
         return torch.full((rows, count), token, device=DEVICE)
 
 
-@pytest.fixture(scope="session")
-def marked(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint, its markers with different embeddings: new ones all start at the mean, hiding a mix-up."""
-    backbone = Backbone.load(checkpoint, dtype=torch.float32, device="cpu")
-    markers = backbone.markers
-    generator = torch.Generator().manual_seed(5)
-    for weight in {
-        id(w): w for w in (backbone.core.get_input_embeddings().weight, backbone.model.lm_head.weight)
-    }.values():
-        scale = float(weight.detach().std())
-        with torch.no_grad():
-            for token in (markers.start, markers.slot, markers.end):
-                weight[token] = torch.randn(weight.shape[1], generator=generator) * scale
-    return backbone.save(tmp_path_factory.mktemp("marked"))
-
-
-@pytest.fixture(scope="session")
-def pair(marked: Path) -> Pair:
-    """In the number format of the run, the stock model with eager attention. Shared: do not change it."""
-    stock = reference.load(marked, DTYPE, "eager", DEVICE)
-    return Pair(Backbone.load(marked, dtype=DTYPE, device=DEVICE), stock)
-
-
-def _exact(marked: Path) -> Pair:
+def exact_pair(marked: Path) -> Pair:
+    """In float64, without the float32 islands of the stock code."""
     ours = Backbone.load(marked, dtype=torch.float64, device=DEVICE)
     reference.double(ours.model)
     return Pair(ours, reference.double(reference.load(marked, torch.float64, "sdpa", DEVICE)))
 
 
-@pytest.fixture(scope="session")
-def exact(marked: Path) -> Pair:
-    """In float64, without the float32 islands of the stock code. Shared: do not change it."""
-    return _exact(marked)
+def gradients(model: Any, scalar: Tensor) -> dict[str, Tensor]:
+    """Gradient of every trainable parameter by name (zero where it is not used)."""
+    names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
+    found = torch.autograd.grad(scalar, parameters, allow_unused=True)
+    return {n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, parameters, found, strict=True)}
 
 
-@pytest.fixture
-def fresh_exact(marked: Path) -> Pair:
-    """The same, for one test alone."""
-    return _exact(marked)
+def relative(ours: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    """Largest relative difference over the parameters. A gradient that is nothing but rounding beside the others (below
+    1e-6 of the largest) is measured on that floor."""
+    assert ours.keys() == right.keys()
+    floor = 1e-6 * max(float(g.norm()) for g in right.values())
+    assert floor > 0
+    return max(float((ours[n] - g).norm()) / max(float(g.norm()), floor) for n, g in right.items())
