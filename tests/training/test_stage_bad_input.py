@@ -15,7 +15,7 @@ from realvr.backbone import Backbone
 from realvr.errors import UserError
 from realvr.training import loop
 from realvr.training.examples import TOO_LONG, Encoder
-from stage_runs import column, configure, make, run, weights, world, write
+from stage_runs import column, configure, lines, make, run, weights, world, write
 
 REWARDS = Path(stage_rewards.__file__)
 
@@ -28,17 +28,11 @@ def test_groups_without_variance_still_learn_from_evidence(
     task, settings, engine = make("rl", raw | {"log": raw["log"] | {"parts_every": 1}})
     before = weights(task)
     assert loop.train(task, settings, engine) == 0
-    (record,) = [line for line in stage_lines(tmp_path)]
+    (record,) = lines(tmp_path)
     assert record["groups/without_variance"] == 1 and record["loss/policy"] == 0
     assert record["reward"] == (outcome == "always")
     assert record["grad_norm/policy"] == 0 and record["grad_norm/evidence"] > 0 and record["loss/evidence"] > 0
     assert any(not torch.equal(before[name], value) for name, value in weights(task).items())
-
-
-def stage_lines(out: Path) -> list[dict[str, Any]]:
-    from stage_runs import lines
-
-    return lines(out)
 
 
 def test_one_image_per_batch_takes_negatives_from_the_bank(trained: Path, data: Path, tmp_path: Path) -> None:
@@ -129,7 +123,7 @@ def test_a_reward_that_is_not_a_number_names_its_sample(trained: Path, tmp_path:
     task, settings, engine = make("rl", raw)
     before = weights(task)
     assert loop.train(task, settings, engine) == 0  # skipped and counted
-    (record,) = stage_lines(tmp_path / "run")
+    (record,) = lines(tmp_path / "run")
     assert record["skipped"] == 1 and record["loss"] is None
     assert all(torch.equal(before[name], value) for name, value in weights(task).items())
     strict = configure("rl", trained, data, tmp_path / "strict", **changes)

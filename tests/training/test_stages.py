@@ -180,12 +180,23 @@ def test_the_reference_policy_is_the_start(rank: int, trained: Path, data: Path,
     with torch.no_grad():
         state, _ = prefill(start, micro.batch, micro.visual)
         state, _ = splice(start, state, micro.latents_BKD)
-        wanted = score(
-            start, state, micro.ids_BGS, micro.real_BGS, temperature=1.0, forbidden=start.forbidden_ids()
-        )[0]
+        wanted = score(start, state, micro.ids_BGS, micro.real_BGS, temperature=1.0, forbidden=start.forbidden_ids())[0]
     real = micro.real_BGS
     assert difference(micro.ref_logp_BGS[real], wanted[real]) < 1e-9
     assert difference(micro.old_logp_BGS[real], wanted[real]) > 1e-4
+
+
+def test_adapter_dropout_is_off_in_rollouts_and_on_in_the_loss(trained: Path, data: Path, tmp_path: Path) -> None:
+    raw = configure("rl", trained, data, tmp_path, lora={"rank": 4, "dropout": 0.5}, model=DOUBLE, max_new=12)
+    task, settings, engine = make("rl", raw | {"optim": raw["optim"] | {"steps": 2, "lr": 5e-2}})
+    assert loop.train(task, settings, engine) == 0
+    micro = task.prepare(2).microbatches[0]
+    with torch.no_grad():
+        noisy = task.module(micro)[1]["policy/ratio"]
+        task.module.eval()
+        plain = task.module(micro)[1]["policy/ratio"]
+    assert float(plain[0] / plain[1]) == pytest.approx(1, abs=1e-6)
+    assert float(noisy[0] / noisy[1]) != pytest.approx(1, abs=1e-4)
 
 
 # ---------------------------------------------------------------------- methods
@@ -230,12 +241,13 @@ def test_every_method_does_what_the_documentation_says(trained: Path, data: Path
     assert policy == pytest.approx([policy[0]] * len(policy), abs=1e-12)  # the same rollouts
     assert found["realvr"]["evidence/has_wrong_answer"] > 0
     value = {method: record["loss/evidence"] for method, record in latent.items() if method != "lvr-rl"}
-    same = {"realvr", "undetached", "custom"}
+    same = {"realvr", "undetached", "off-policy", "custom"}  # off-policy: before the first update latents are the same
     for method in value:
         assert (value[method] == pytest.approx(value["realvr"], abs=1e-9)) == (method in same), method
-    assert len({round(v, 9) for v in value.values()}) == len(value) - 2
+    assert len({round(v, 9) for v in value.values()}) == len(value) - 3
     norm = found["realvr"]["grad_norm"]
-    assert found["undetached"]["grad_norm"] != pytest.approx(norm, rel=1e-9)
+    for method in ("undetached", "off-policy"):
+        assert found[method]["grad_norm"] != pytest.approx(norm, rel=1e-7), method
     assert found["custom"]["grad_norm"] == pytest.approx(norm, rel=1e-9)
     assert found["lvr-rl"]["loss"] == pytest.approx(found["lvr-rl"]["loss/policy"], abs=1e-12)
     whole = found["realvr"]["loss/policy"] + 0.2 * found["realvr"]["loss/evidence"]
