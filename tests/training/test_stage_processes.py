@@ -61,15 +61,16 @@ def test_two_ranks_of_stage_two_are_one_process(trained: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        ("rl", {"max_new": 12}),
-        ("rl", {"max_new": 12, "updates_per_rollout": 2}),  # the checkpoint falls between two updates
+        ("rl", {"max_new": 12, "negatives": 6}),  # three from the batch, three from the bank
+        ("rl", {"max_new": 12, "negatives": 6, "updates_per_rollout": 2}),  # the checkpoint falls between two updates
         ("sft", {"pack_tokens": 256, "position_jitter": 3, "hide_image_ratio": 0.5}),
     ],
     ids=["rl", "rl two updates", "sft"],
 )
 def test_killed_runs_resume_to_the_same_numbers(
-    kind: str, changes: dict[str, Any], trained: Path, data: Path, tmp_path: Path
+    kind: str, changes: dict[str, Any], trained: Path, tmp_path: Path
 ) -> None:
+    data = write(world(8), tmp_path / "data")
     changes = {**changes, "optim": {"steps": 6, "lr": 2e-3}, "checkpoint": {"every": 3}}
     whole = run(kind, configure(kind, trained, data, tmp_path / "whole", **changes))
     out = tmp_path / "run"
