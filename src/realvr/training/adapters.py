@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from realvr.backbone.backbone import Backbone
 from realvr.errors import UserError
 
@@ -40,6 +42,18 @@ class Adapters:
         """The policy without its adapters."""
         with self.peft.disable_adapter():
             yield
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """Without the adapters' dropout: what is sampled is the policy itself."""
+        noisy = [m for m in self.peft.modules() if isinstance(m, nn.Dropout) and m.training] if self.peft else []
+        for module in noisy:
+            module.eval()
+        try:
+            yield
+        finally:
+            for module in noisy:
+                module.train()
 
     def export(self, backbone: Backbone, directory: Path) -> None:
         """Write a plain HF directory, adapters merged into a copy so that training can go on."""

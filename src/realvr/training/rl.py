@@ -78,6 +78,10 @@ class RlTask:
         return self.options.lambda_ev != 0 and self.settings.model.latents > 0
 
     def prepare(self, step: int) -> Prepared:
+        with self.adapters.still():
+            return self._prepare(step)
+
+    def _prepare(self, step: int) -> Prepared:
         if step % self.settings.updates_per_rollout == 0:
             if self._rolls is not None and not self._kept:  # resumed after the last update on the saved rollouts
                 self._restore(self._state["after"])

@@ -1,0 +1,107 @@
+"""The real stages in real processes: two ranks, kill -9, dry runs."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realvr.cli import main
+from realvr.training import loop
+from stage_runs import (
+    column,
+    command,
+    config_file,
+    configure,
+    environment,
+    facts,
+    lines,
+    make,
+    numbers,
+    run,
+    start,
+    world,
+    write,
+)
+
+DOUBLE = {"dtype": "float64"}
+
+
+def test_two_ranks_of_stage_two_are_one_process(trained: Path, tmp_path: Path) -> None:
+    data = write(world(8), tmp_path / "data")
+    optim = {"steps": 3, "batch": 4, "microbatch": 1}
+    changes: dict[str, Any] = {"model": DOUBLE, "max_new": 12, "negatives": 16, "bank": 0, "optim": optim}
+    changes["log"] = {"parts_every": 2}
+    config = config_file(configure("rl", trained, data, tmp_path / "two", **changes), tmp_path / "two.yaml")
+    start(command("rl", config, ranks=2))
+    found = facts(tmp_path / "two")
+    assert [fact["world"] for fact in found] == [2, 2] and [fact["rank"] for fact in found] == [0, 1]
+    assert {fact["wrapped"] for fact in found} == {"DistributedDataParallel"}
+    assert found[0]["sums"] == found[1]["sums"]
+
+    task, settings, engine = make("rl", configure("rl", trained, data, tmp_path / "one", **changes))
+    assert loop.train(task, settings, engine) == 0
+    sums = [parameter.detach().double().sum().item() for parameter in engine.trainable()]
+    assert found[0]["sums"] == pytest.approx(sums, rel=1e-6, abs=1e-6)
+    one, two = numbers(lines(tmp_path / "one")), numbers(lines(tmp_path / "two"))
+    assert len(one) == len(two) == 3
+    for first, second in zip(one, two, strict=True):
+        assert first.keys() == second.keys()
+        for name, value in first.items():
+            assert second[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    # Two prompts per rank and no bank: one rank alone could offer one negative. The other two are the other rank's.
+    assert column(two, "evidence/negatives_used") == [3.0, 3.0, 3.0]
+    assert "grad_norm/evidence" in two[1] and max(column(two, "loss/evidence")) > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("rl", {"max_new": 12, "negatives": 6}),  # three from the batch, three from the bank
+        ("rl", {"max_new": 12, "negatives": 6, "updates_per_rollout": 2}),  # the checkpoint falls between two updates
+        ("sft", {"pack_tokens": 256, "position_jitter": 3, "hide_image_ratio": 0.5}),
+    ],
+    ids=["rl", "rl two updates", "sft"],
+)
+def test_killed_runs_resume_to_the_same_numbers(
+    kind: str, changes: dict[str, Any], trained: Path, tmp_path: Path
+) -> None:
+    data = write(world(8), tmp_path / "data")
+    changes = {**changes, "optim": {"steps": 6, "lr": 2e-3}, "checkpoint": {"every": 3}}
+    whole = run(kind, configure(kind, trained, data, tmp_path / "whole", **changes))
+    out = tmp_path / "run"
+    config = config_file(configure(kind, trained, data, out, **changes), tmp_path / "config.yaml")
+    process = subprocess.Popen(command(kind, config), env=environment(), stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 120
+    while not ((out / "metrics.jsonl").exists() and len(lines_so_far(out)) >= 4):
+        assert process.poll() is None and time.monotonic() < end, "the run did not get going"
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert [path.name for path in (out / "checkpoints").glob("step-*")] == ["step-000003"]
+    assert main(["train", kind, str(config), "--resume", "auto"]) == 0
+    assert column(lines(out), "step") == list(range(1, 7))
+    assert numbers(lines(out)) == numbers(whole)
+
+
+def lines_so_far(out: Path) -> list[str]:
+    return (out / "metrics.jsonl").read_text().splitlines()
+
+
+@pytest.mark.parametrize("kind", ["sft", "rl", "base"])
+def test_dry_runs_print_shapes_and_train_nothing(
+    kind: str, trained: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    config = config_file(configure(kind, trained, data, out), tmp_path / "config.yaml")
+    assert main(["train", kind, str(config), "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    shown = {"sft": "microbatch.ids_RT: int64 (2, ", "rl": "microbatch.latents_BKD: float32 (2, 3, 64)"}
+    assert shown.get(kind, "microbatch.dense_NA: int64 (") in text
+    assert "microbatches per step and rank: 2" in text and "optimizer: 0." in text and "total" in text
+    assert not out.exists()
