@@ -18,7 +18,7 @@ def plain(build_tiny: Callable[[str], Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def marked(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def untrained(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with latent markers, otherwise untrained."""
     return with_markers(plain, tmp_path_factory.mktemp("marked"))
 

@@ -58,9 +58,9 @@ def test_the_same_image_is_never_its_own_negative(trained: Path, tmp_path: Path)
     assert all(math.isfinite(line["loss"]) for line in found)
 
 
-def test_answers_that_do_not_parse(marked: Path, data: Path, tmp_path: Path) -> None:
+def test_answers_that_do_not_parse(untrained: Path, data: Path, tmp_path: Path) -> None:
     """An untrained model writes no answer block: no reward, no wrong answers, no credit; the uniform share remains."""
-    (record,) = run("rl", configure("rl", marked, data, tmp_path))
+    (record,) = run("rl", configure("rl", untrained, data, tmp_path))
     assert record["reward"] == 0 and record["evidence/has_wrong_answer"] == 0 and record["evidence/credit_mass"] == 0
     assert record["loss/evidence"] > 0 and record["grad_norm"] > 0
 

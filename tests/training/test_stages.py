@@ -79,10 +79,10 @@ def test_the_evidence_loss_alone_raises_the_margin_on_new_prompts(trained: Path,
     assert after > before + 0.05, (before, after)
 
 
-def test_stage_two_raises_the_reward_of_a_toy_task(marked: Path, data: Path, tmp_path: Path) -> None:
+def test_stage_two_raises_the_reward_of_a_toy_task(untrained: Path, data: Path, tmp_path: Path) -> None:
     optim = {"steps": 30, "lr": 5e-3, "batch": 4, "microbatch": 4}
     changes: dict[str, Any] = {"rewards": reward("vowels"), "method": "lvr-rl", "group": 8, "max_new": 6}
-    found = column(run("rl", configure("rl", marked, data, tmp_path, optim=optim, **changes)), "reward")
+    found = column(run("rl", configure("rl", untrained, data, tmp_path, optim=optim, **changes)), "reward")
     assert sum(found[-5:]) > 1.5 * sum(found[:5]), found
     assert "reward/stage_rewards.py:vowels" in lines(tmp_path)[0]
 
