@@ -295,3 +295,14 @@ def test_one_step_of_every_family(kind: str, family: str, checkpoint: Path, data
     before = weights(task)
     engine.step(1e-3)
     assert sum(not torch.equal(before[name], value) for name, value in weights(task).items()) > len(layers) / 2
+
+
+def test_stage_one_without_latents_is_cross_entropy_only(plain: Path, data: Path, tmp_path: Path) -> None:
+    """Direct-SFT: the same rows as Stage 1, no span, no reconstruction."""
+    task, _, _ = make("sft", configure("sft", plain, data, tmp_path, model={"latents": 0}))
+    (micro, *_) = task.prepare(0).microbatches
+    assert not bool(micro.slot_RT.any())
+    markers = task.backbone.markers
+    assert not bool(torch.isin(micro.ids_RT, torch.tensor([markers.start, markers.slot, markers.end])).any())
+    loss, metrics = task.module(micro)
+    assert float(loss.detach()) == pytest.approx(float(metrics["loss/next_token"][0]))

@@ -106,7 +106,8 @@ class Encoder:
                 length = len(prompt)
             except UserError:  # longer than the model's context
                 prompt, length = None, self.limit + sum(image.tokens for image in images)
-            targets = _targets(sample, images)
+            # Without latents there is no span: Direct-SFT, the control with matched steps and cross-entropy only.
+            targets = _targets(sample, images) if self.backbone.latents else np.empty(0, dtype=np.int64)
             over = length + more(prompt, len(targets)) - self.limit
             if prompt is not None and over <= 0:
                 return prompt, targets
