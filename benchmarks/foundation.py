@@ -61,7 +61,7 @@ def random_backbone(preset: str, device: torch.device, dtype: torch.dtype, layer
 
 
 def measure(name: str, run: Callable[[], object], device: torch.device, repeats: int) -> tuple[str, float, float]:
-    """(name, best seconds of ``repeats`` after one warm-up, peak GiB)."""
+    """(name, best seconds of ``repeats`` + 1 runs, peak GiB)."""
     cuda = device.type == "cuda"
     best = float("inf")
     for _ in range(repeats + 1):

@@ -25,7 +25,7 @@ from realvr.data.sample import Sample
 from realvr.data.wording import formatted, response_text
 from realvr.errors import UserError
 from realvr.latent.engine import advance, token_logprobs
-from realvr.training.examples import Encoder, load_sources
+from realvr.training.examples import Encoder, mixture, share_of_batch
 from realvr.training.sft import load_backbone
 from realvr.training.sft_step import SftBatch, SftExample, pack_rows
 from realvr.training.task import Metrics, Prepared, Ranks
@@ -123,25 +123,18 @@ class BaseTask:
 
     def __init__(self, backbone: Backbone, settings: Any, ranks: Ranks) -> None:
         self.backbone, self.settings, self.ranks = backbone, settings, ranks
-        if settings.optim.batch % (ranks.world * settings.optim.microbatch):
-            raise UserError(
-                f"optim.batch is {settings.optim.batch}: it must be a multiple of {ranks.world} ranks x "
-                f"optim.microbatch {settings.optim.microbatch}"
-            )
+        self.share = share_of_batch(settings, ranks)
         backbone.model.requires_grad_(True)
-        samples, weights, _ = load_sources(settings.data)
-        shares = weights if len(samples) > 1 or 0 in weights.values() else None
-        self.samples: Mixture[Sample] = Mixture(samples, shares, settings.data.seed, rank=ranks.rank, world=ranks.world)
-        self.classes = [_classes(samples.values(), attribute) for attribute in ATTRIBUTES]
+        self.samples: Mixture[Sample] = mixture(settings.data, ranks.rank, ranks.world)
+        self.classes = [_classes(self.samples.sources, attribute) for attribute in ATTRIBUTES]
         self.module = BaseStep(backbone, settings, [len(names) for names in self.classes])
         self.encoder = Encoder(backbone, backbone.context_length)
 
     def prepare(self, step: int) -> Prepared:
         optim = self.settings.optim
-        share = optim.batch // self.ranks.world
         generator = torch.Generator().manual_seed((self.settings.run.seed * 1_000_003 + step) * 4099 + self.ranks.rank)
         stream = self._examples()
-        pairs = [next(stream) for _ in range(share)]
+        pairs = [next(stream) for _ in range(self.share)]
         micro = [
             self._batch(pairs[i : i + optim.microbatch], generator) for i in range(0, len(pairs), optim.microbatch)
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from realvr.data.sample import Sample
 from realvr.data.wording import content_span, formatted, question_text, response_text
 from realvr.errors import UserError
 from realvr.training.sft_step import SftExample
+from realvr.training.task import Ranks
 
 TOO_LONG = "too_long"
 UNREADABLE_IMAGE = "unreadable_image"
@@ -52,6 +53,16 @@ def mixture(data: Any, rank: int = 0, world: int = 1) -> Mixture[Sample]:
     samples, weights, _ = load_sources(data)
     shares = weights if len(samples) > 1 or 0 in weights.values() else None
     return Mixture(samples, shares, seed=data.seed, rank=rank, world=world)
+
+
+def share_of_batch(settings: Any, ranks: Ranks) -> int:
+    """How many of ``optim.batch`` one rank takes; the batch must divide evenly over ranks and microbatches."""
+    batch, microbatch = settings.optim.batch, settings.optim.microbatch
+    if batch % (ranks.world * microbatch):
+        raise UserError(
+            f"optim.batch is {batch}: it must be a multiple of {ranks.world} ranks x optim.microbatch {microbatch}"
+        )
+    return int(batch // ranks.world)
 
 
 def conversation(sample: Sample, images: Sequence[Any]) -> list[Turn]:
@@ -151,7 +162,7 @@ def answer_tokens(backbone: Backbone, answer: str) -> tuple[list[int], list[bool
 
 
 def pad_answers(groups: Sequence[Sequence[tuple[list[int], list[bool]]]]) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, Y, S) ids, which are real, which are content; missing answers have one real, contentless token."""
+    """(B, Y, S) ids, which are real, which are content. A prompt with fewer answers has rows without a real token."""
     most = max(len(group) for group in groups)
     size = max(len(ids) for group in groups for ids, _ in group)
     ids_BYS = torch.zeros(len(groups), most, size, dtype=torch.long)
@@ -162,10 +173,3 @@ def pad_answers(groups: Sequence[Sequence[tuple[list[int], list[bool]]]]) -> tup
             real[b, y, : len(ids)] = True
             content[b, y, : len(ids)] = torch.tensor(inside)
     return ids_BYS, real, content
-
-
-def endless(stream: Iterator[Any], what: str) -> Any:
-    """The next item of a stream that must not end."""
-    for item in stream:
-        return item
-    raise UserError(f"the data ended: no {what} is left")

@@ -28,7 +28,7 @@ from realvr.maths import answers, grpo
 from realvr.training import evidence
 from realvr.training.adapters import Adapters
 from realvr.training.evidence import NegativeBank, Prototype
-from realvr.training.examples import EMPTY_ANSWER, Encoder, answer_tokens, mixture, pad_answers
+from realvr.training.examples import EMPTY_ANSWER, Encoder, answer_tokens, mixture, pad_answers, share_of_batch
 from realvr.training.rewards import correct, load_rewards, true_answer
 from realvr.training.rl_step import RlBatch, RlOptions, RlStep, options_from
 from realvr.training.sft import load_backbone
@@ -53,12 +53,7 @@ class RlTask:
 
     def __init__(self, backbone: Backbone, settings: Any, ranks: Ranks, reference: Backbone | None = None) -> None:
         self.backbone, self.settings, self.ranks = backbone, settings, ranks
-        optim = settings.optim
-        if optim.batch % (ranks.world * optim.microbatch):
-            raise UserError(
-                f"optim.batch is {optim.batch}: it must be a multiple of {ranks.world} ranks x "
-                f"optim.microbatch {optim.microbatch}"
-            )
+        self.share = share_of_batch(settings, ranks)
         self.adapters = Adapters(backbone, settings.lora)
         self.reference = reference
         self.options: RlOptions = options_from(settings)
@@ -122,7 +117,7 @@ class RlTask:
         that the global batch is the same whatever the number of ranks.
         """
         wanted, rank, world = self.settings.optim.batch, self.ranks.rank, self.ranks.world
-        share = wanted // world
+        share = self.share
         accepted: list[tuple[Sample, Prompt | None]] = []
         fruitless = 0
         stream = iter(self.samples)

@@ -14,7 +14,7 @@ from realvr.data.packing import PackedStream
 from realvr.data.sample import Sample
 from realvr.errors import UserError
 from realvr.training.adapters import Adapters
-from realvr.training.examples import Encoder, mixture
+from realvr.training.examples import Encoder, mixture, share_of_batch
 from realvr.training.sft_step import SftBatch, SftExample, SftStep, pack_rows
 from realvr.training.task import Prepared, Ranks
 
@@ -54,11 +54,7 @@ class SftTask:
 
     def __init__(self, backbone: Backbone, settings: Any, ranks: Ranks) -> None:
         self.backbone, self.settings, self.ranks = backbone, settings, ranks
-        if settings.optim.batch % (ranks.world * settings.optim.microbatch):
-            raise UserError(
-                f"optim.batch is {settings.optim.batch}: it must be a multiple of {ranks.world} ranks x "
-                f"optim.microbatch {settings.optim.microbatch}"
-            )
+        self.share = share_of_batch(settings, ranks)
         self.adapters = Adapters(backbone, settings.lora)
         self.module = SftStep(
             backbone,
@@ -75,7 +71,7 @@ class SftTask:
         optim = self.settings.optim
         if self._rows is None:
             self._rows = iter(self.stream)
-        rows = [next(self._rows).items for _ in range(optim.batch // self.ranks.world)]
+        rows = [next(self._rows).items for _ in range(self.share)]
         generator = torch.Generator().manual_seed((self.settings.run.seed * 1_000_003 + step) * 4099 + self.ranks.rank)
         micro = [
             pack_rows(
