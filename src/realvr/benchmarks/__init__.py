@@ -1,0 +1,1 @@
+"""Evaluation: the five benchmarks, counterfactual pairs and latent exchange, with numbers one can defend."""

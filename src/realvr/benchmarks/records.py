@@ -1,0 +1,105 @@
+"""One line of ``predictions.jsonl``: what was asked, what came back, and how it was read.
+
+The file is the product of an evaluation; every score is computed from it again (``realvr score``), without a model.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from realvr.errors import UserError
+
+PREDICTIONS = "predictions.jsonl"
+Condition = Literal["own", "mean", "other"]
+"""Whose latents filled the span: the model's own (K = 0: no span at all), the mean over the set at each position, or
+those of another example of the set."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One answer to one question. ``key`` says which: a resumed run asks for the keys that are missing."""
+
+    bench: str
+    """Name of the benchmark as given on the command line: mmvp, blink, hrbench-4k, …"""
+    question: str
+    """Id of the sample, unique within the benchmark."""
+    condition: Condition
+    latents: int
+    """K: slots in the span. 0 means no span."""
+    seed: int
+    answer: str
+    """The right answer: a letter where there are choices."""
+    text: str = ""
+    """What the model wrote, whole."""
+    extracted: str | None = None
+    """The answer read out of ``text``; None is a parse failure."""
+    policy: str = "strict"
+    correct: bool = False
+    choices: list[str] = field(default_factory=list)
+    task: str = ""
+    category: str = ""
+    pair: str | None = None
+    cycle: str | None = None
+    tags: dict[str, str] = field(default_factory=dict)
+    prompt: str = ""
+    """SHA-256 of the encoded prompt: token ids and images."""
+    images: list[str] = field(default_factory=list)
+    """Ids of the images."""
+    finish: str = ""
+    """eos, stop, length, or error."""
+    new_tokens: int = 0
+    seconds: float = 0.0
+    """Wall time of the batch divided by the answers in it."""
+    error: str | None = None
+    """Why there is no answer (an unreadable image, …). Such a question stays in the denominator."""
+
+    @property
+    def key(self) -> tuple[str, str, str, int, int]:
+        return (self.bench, self.question, self.condition, self.latents, self.seed)
+
+    def to_json(self) -> str:
+        """One line, without the line break."""
+        return json.dumps(asdict(self), ensure_ascii=False)
+
+
+_NAMES = {item.name for item in fields(Prediction)}
+
+
+def read_predictions(path: str | Path) -> Iterator[Prediction]:
+    """Predictions of a file, in order. A last line without a line break, as a kill leaves it, is left out.
+
+    A key that occurs twice counts once: the first line stands.
+    """
+    path = Path(path)
+    seen: set[tuple[str, str, str, int, int]] = set()
+    try:
+        source = path.open(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
+    with source:
+        for number, line in enumerate(source, 1):
+            if not line.endswith("\n"):
+                break
+            found = _prediction(line, path, number)
+            if found.key not in seen:
+                seen.add(found.key)
+                yield found
+
+
+def _prediction(line: str, path: Path, number: int) -> Prediction:
+    try:
+        row: dict[str, Any] = json.loads(line)
+        return Prediction(**{name: value for name, value in row.items() if name in _NAMES})
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}, line {number}: not a prediction ({error}); delete the line to ask again") from None
+
+
+def write_predictions(path: str | Path, predictions: Iterable[Prediction]) -> None:
+    """A new file with these predictions."""
+    with Path(path).open("w", encoding="utf-8") as target:
+        target.writelines(prediction.to_json() + "\n" for prediction in predictions)
