@@ -8,6 +8,7 @@ and visual features added inside the decoder (``deepstack_visual_embeds``).
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -192,12 +193,10 @@ class Backbone:
         with torch.set_grad_enabled(train and torch.is_grad_enabled()):
             features, deepstack = self._encode(pixels, unique)
         if len(unique) < len(images):
-            places = {image.key: place for place, image in enumerate(unique)}
-            order = [places[image.key] for image in images]
-            counts = [image.tokens for image in unique]
-            features, *deepstack = (
-                torch.cat([x.split(counts)[place] for place in order]) for x in (features, *deepstack)
-            )
+            starts = [0, *itertools.accumulate(image.tokens for image in unique)]
+            place = {image.key: start for image, start in zip(unique, starts, strict=False)}
+            index = torch.cat([torch.arange(image.tokens) + place[image.key] for image in images]).to(self.device)
+            features, *deepstack = (x[index] for x in (features, *deepstack))
         return VisualTokens(features, tuple(deepstack), grids)
 
     def _encode(self, pixels: Tensor, images: Sequence[ImageInput]) -> tuple[Tensor, list[Tensor]]:

@@ -20,6 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from realvr.backbone import mini
 from realvr.backbone.families import FAMILIES, Family
 from realvr.backbone.tiny_tokenizer import SPECIALS, build_tokenizer
 from realvr.errors import UserError
@@ -190,8 +191,15 @@ SIZES: dict[str, dict[str, Shape]] = {
         "internvl3": _internvl(),
         "gemma3": _gemma3(),
     },
+    "mini": {
+        "qwen2.5-vl": Shape(**mini.qwen2_5()),
+        "qwen3-vl": Shape(**mini.qwen3()),
+        "qwen3-vl-moe": Shape(**mini.qwen3(**mini.EXPERTS)),
+        "internvl3": Shape(**mini.internvl()),
+        "gemma3": Shape(**mini.gemma3()),
+    },
 }
-"""Shapes by size, then by family."""
+"""Shapes by size, then by family. ``tiny`` is for dry runs and tests, ``mini`` for training on the embedded world."""
 
 
 def _vocabulary(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> int:
@@ -295,7 +303,7 @@ def build(family: str, size: str, directory: Path, seed: int = 0) -> Path:
         raise UserError(f"{directory} is not empty: choose a new or empty directory for the model")
 
     shape = SIZES[size][family]
-    tokenizer = build_tokenizer(family)
+    tokenizer = build_tokenizer(family, mini.corpus() if size == "mini" else None)
     model = _model(_config(FAMILIES[family], shape, tokenizer), seed)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)

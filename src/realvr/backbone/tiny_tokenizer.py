@@ -7,6 +7,7 @@ carries the special strings of its family under the names stock transformers pro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,11 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+
+# For models that must learn from nothing: answer tags and lone capitals (the letters of options) are whole tokens of
+# their own, so that "(A)" and "<answer>A</answer>" share the token A.
+_PLAIN_WORDS = r"</?answer>|\p{Lu}(?!\p{Ll})| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}<]+|<|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True)
@@ -104,8 +110,8 @@ SPECIALS: dict[str, Specials] = {
 }
 
 
-def _train(specials: Specials, compose: bool) -> Tokenizer:
-    """Byte-level BPE over ``CORPUS``; ``compose`` normalises text to NFC first."""
+def _train(specials: Specials, compose: bool, corpus: Sequence[str], words: str) -> Tokenizer:
+    """Byte-level BPE over ``corpus``, cut into ``words``; ``compose`` normalises text to NFC first."""
     from tokenizers import (
         AddedToken,
         Regex,
@@ -123,7 +129,7 @@ def _train(specials: Specials, compose: bool) -> Tokenizer:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
+            pre_tokenizers.Split(Regex(words), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -134,7 +140,7 @@ def _train(specials: Specials, compose: bool) -> Tokenizer:
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in specials.first],
         show_progress=False,
     )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.train_from_iterator(corpus, trainer)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials.last])
     if specials.bos is not None:  # as Gemma's own does: plain encoding opens with <bos>, a rendered chat has its own
         bos = (specials.bos, tokenizer.token_to_id(specials.bos))
@@ -144,13 +150,17 @@ def _train(specials: Specials, compose: bool) -> Tokenizer:
     return tokenizer
 
 
-def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
-    """The tokenizer of a small checkpoint of ``family``, chat template included, without the latent markers."""
+def build_tokenizer(family: str, corpus: Sequence[str] | None = None) -> PreTrainedTokenizerFast:
+    """The tokenizer of a small checkpoint of ``family``, chat template included, without the latent markers.
+
+    With a ``corpus`` of its own it is made to be learned with: see ``_PLAIN_WORDS``.
+    """
     from transformers import PreTrainedTokenizerFast
 
     specials = SPECIALS[family]
+    texts, words = (CORPUS, _WORDS) if corpus is None else (corpus, _PLAIN_WORDS)
     return PreTrainedTokenizerFast(
-        tokenizer_object=_train(specials, compose=family != "gemma3"),
+        tokenizer_object=_train(specials, family != "gemma3", texts, words),
         bos_token=specials.bos,
         eos_token=specials.eos,
         pad_token=specials.pad,

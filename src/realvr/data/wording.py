@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from realvr.data.sample import LETTERS, Sample
 
 LETTER_INSTRUCTION = "Answer with the letter of the option inside <answer> and </answer>."
 FREE_INSTRUCTION = "Put the final answer inside <answer> and </answer>."
 
 
-def question_text(sample: Sample) -> str:
+def asked(question: str, choices: Sequence[str]) -> str:
     """Question, options, instruction."""
-    lines = [sample.question.strip()]
-    lines += [f"({letter}) {choice}" for letter, choice in zip(LETTERS, sample.choices, strict=False)]
-    lines.append(LETTER_INSTRUCTION if sample.choices else FREE_INSTRUCTION)
+    lines = [question.strip()]
+    lines += [f"({letter}) {choice}" for letter, choice in zip(LETTERS, choices, strict=False)]
+    lines.append(LETTER_INSTRUCTION if choices else FREE_INSTRUCTION)
     return "\n".join(lines)
+
+
+def question_text(sample: Sample) -> str:
+    """The last question of a sample, as it is put to a model."""
+    return asked(sample.question, sample.choices)
 
 
 def formatted(answer: str) -> str:

@@ -274,13 +274,14 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     forbidden: Tensor | None = None,
-    chunk: int = 1024,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability (N,) of each id under its row, and the entropy (N,, detached) of the row.
 
     Rows pass the LM head in chunks; with gradients each chunk is recomputed in backward, so that no more than
-    ``chunk`` rows of vocabulary size are ever alive.
+    ``chunk`` rows of vocabulary size are ever alive (by default 1,024, or as many as hold 2^24 logits).
     """
+    chunk = chunk or max(1024, 2**24 // backbone.model.lm_head.out_features)
 
     def run(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         logp = log_softmax_rows(backbone, hidden, temperature, forbidden)

@@ -115,6 +115,10 @@ class BaseStep(nn.Module):
         return total / micro.totals["dense"]
 
 
+_Rows = tuple[list[SftExample], list[bool], list[Tensor]]
+"""Rows of a sample, whether each is a caption, and the dense labels of each row's visual tokens."""
+
+
 class BaseTask:
     """One optimizer step is ``optim.batch`` samples over all ranks; each gives a question row and, where it has one, a
     caption row."""
@@ -129,6 +133,7 @@ class BaseTask:
         self.classes = [_classes(self.samples.sources, attribute) for attribute in ATTRIBUTES]
         self.module = BaseStep(backbone, settings, [len(names) for names in self.classes])
         self.encoder = Encoder(backbone, backbone.context_length)
+        self.kept: dict[int, _Rows] = {}
 
     def prepare(self, step: int) -> Prepared:
         optim = self.settings.optim
@@ -153,8 +158,7 @@ class BaseTask:
         world = torch.tensor(1 / self.ranks.world, device=self.backbone.device)
         return Prepared(micro, {"tokens": (tokens, world)})
 
-    def _examples(self) -> Iterator[tuple[list[SftExample], list[bool], list[Tensor]]]:
-        """Rows of a sample, whether each is a caption, and the dense labels of each row's visual tokens."""
+    def _examples(self) -> Iterator[_Rows]:
         fruitless = 0
         for sample in self.samples:
             found = self._encode(sample)
@@ -166,7 +170,16 @@ class BaseTask:
             if fruitless > self.samples.epoch_size:
                 raise UserError(f"no example of the data can be used: {dict(self.encoder.rejected)}")
 
-    def _encode(self, sample: Sample) -> tuple[list[SftExample], list[bool], list[Tensor]] | None:
+    def _encode(self, sample: Sample) -> _Rows | None:
+        """Rows of a sample, or None (counted) where it cannot be used; from memory with ``data.keep_encoded``."""
+        found = self.kept.get(id(sample))  # the mixture holds the samples, so that an id stays theirs
+        if found is None:
+            found = self._encode_anew(sample)
+            if found is not None and self.settings.data.keep_encoded:
+                self.kept[id(sample)] = found
+        return found
+
+    def _encode_anew(self, sample: Sample) -> _Rows | None:
         prompt = self.encoder.prompt(sample)
         if prompt is None:
             return None

@@ -75,19 +75,34 @@ def conversation(sample: Sample, images: Sequence[Any]) -> list[Turn]:
 
 
 class Encoder:
-    """Samples to prompts and sequences within a token limit; counts what it rejects."""
+    """Samples to prompts and sequences within a token limit; counts what it rejects.
 
-    def __init__(self, backbone: Backbone, limit: int) -> None:
+    With ``keep`` the results stay in memory, under the sample's identity: the caller holds the samples.
+    """
+
+    def __init__(self, backbone: Backbone, limit: int, keep: bool = False) -> None:
         self.backbone = backbone
         self.limit = min(limit, backbone.context_length)
         self.rejected: Counter[str] = Counter()
+        self.keep = keep
+        self._prompts: dict[int, Prompt] = {}
+        self._sequences: dict[int, SftExample] = {}
 
     def prompt(self, sample: Sample) -> Prompt | None:
         """The prompt, its images scaled down where it would be too long; None (counted) where that does not help."""
-        return self._fitting(sample, lambda prompt, grids: 0)[0]
+        found = self._prompts.get(id(sample)) or self._fitting(sample, lambda prompt, grids: 0)[0]
+        if self.keep and found is not None:
+            self._prompts[id(sample)] = found
+        return found
 
     def sequence(self, sample: Sample) -> SftExample | None:
         """Prompt, span over the evidence (none without boxes) and response in one sequence."""
+        found = self._sequences.get(id(sample)) or self._sequence(sample)
+        if self.keep and found is not None:
+            self._sequences[id(sample)] = found
+        return found
+
+    def _sequence(self, sample: Sample) -> SftExample | None:
         response = [*self.backbone.prompts.encode_text(response_text(sample))[0], self.backbone.end_of_turn_id]
 
         def more(prompt: Prompt, targets: int) -> int:

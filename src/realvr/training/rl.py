@@ -60,7 +60,7 @@ class RlTask:
         self.parts: tuple[str, ...] = ("policy", "evidence") if self.uses_evidence else ("policy",)
         self.module = RlStep(backbone, self.options)
         self.rewards = load_rewards(settings.rewards)
-        self.encoder = Encoder(backbone, settings.max_prompt)
+        self.encoder = Encoder(backbone, settings.max_prompt, settings.data.keep_encoded)
         self.samples: Mixture[Sample] = mixture(settings.data)  # the global order, on every rank
         self.bank = NegativeBank(settings.bank)
         self._kept: list[RlBatch] = []

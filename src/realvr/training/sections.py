@@ -27,6 +27,8 @@ class ModelSettings(Section):
     """Directory or hub id of the checkpoint to start from."""
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     """Type of the weights and of the computation. With 16-bit types see also ``optim.master_weights``."""
+    tf32: bool = False
+    """On NVIDIA GPUs, multiply float32 matrices with 10-bit mantissas: several times faster, less exact."""
     latents: int = Field(default=8, ge=0)
     """K, the number of latent slots; it is stored in the trained checkpoint. 0 means no latent span."""
     min_tokens: int | None = Field(default=None, ge=1)
@@ -65,6 +67,9 @@ class DataSettings(Section):
     """``skip`` drops and counts bad rows; ``strict`` stops at the first, naming file and row."""
     seed: int = 0
     """Seed of the order of the data, apart from ``run.seed``: runs that are compared can see the same order."""
+    keep_encoded: bool = False
+    """Keep every encoded example in memory, pixels included, so that later epochs need not encode it again. For many
+    epochs over small pictures; a picture of 1,000 visual tokens takes about 10 MB."""
 
     @field_validator("sources")
     @classmethod

@@ -62,7 +62,7 @@ class SftTask:
             settings.reconstruction_reduction,
             settings.gradient_checkpointing,
         )
-        self.encoder = Encoder(backbone, settings.pack_tokens)
+        self.encoder = Encoder(backbone, settings.pack_tokens, settings.data.keep_encoded)
         samples = mixture(settings.data, ranks.rank, ranks.world)
         self.stream = PackedStream(_Encoded(samples, self.encoder), len, settings.pack_tokens, WINDOW)
         self._rows: Iterator[Any] | None = None
@@ -125,6 +125,8 @@ def build_task(settings: Any, ranks: Ranks) -> SftTask:
 def load_backbone(settings: Any, ranks: Ranks) -> Backbone:
     """The model of a ``ModelSettings`` on this rank's device."""
     model = settings.model
+    if model.tf32:
+        torch.set_float32_matmul_precision("high")
     return Backbone.load(
         model.path,
         dtype=model.dtype,

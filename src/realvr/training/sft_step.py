@@ -11,6 +11,7 @@ a share of the examples, so that the response can read it through the latents on
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -34,9 +35,16 @@ class SftExample:
     prompt_length: int  # tokens before <|lvr_start|> or, without a span, before the response
     targets: Tensor  # (T_v,) indices into the example's visual tokens, images one after the other
     name: str = ""
+    _layout: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.prompt)
+
+    def layout(self, backbone: Backbone) -> dict[str, Tensor]:
+        """See ``_lay_out``; computed once, since an example that is kept comes back every epoch."""
+        if not self._layout:
+            self._layout.update(_lay_out(backbone, self))
+        return self._layout
 
 
 @dataclass
@@ -142,80 +150,93 @@ def pack_rows(
     generator: torch.Generator | None = None,
 ) -> SftBatch:
     """Lay examples side by side: one segment per example, positions restarting, right-padded to the longest row."""
-    parts = [[_lay_out(backbone, example, jitter, generator) for example in row] for row in rows]
-    width = max(sum(len(example) for example in row) for row in rows)
-    fill = {"ids": 0, "positions": 0, "place": 0, "image": False, "slot": False}
-    out = {
-        key: torch.stack([_row([p[key] for p in row], width, value) for row in parts]) for key, value in fill.items()
-    }
-    segment, real = torch.full((len(rows), width), -2), torch.zeros(len(rows), width, dtype=torch.bool)
-    veil = torch.zeros(len(rows), width, dtype=torch.long)
-    predict: list[tuple[int, int]] = []
-    labels: list[int] = []
-    sources, owners = [], []
-    number = offset = 0
-    for r, row in enumerate(rows):
-        column = 0
-        for example in row:
-            stop = column + len(example)
-            segment[r, column:stop], real[r, column:stop] = number, True
-            first = column + example.prompt_length
-            hide = bool(hidden_ratio) and float(torch.rand((), generator=generator)) < hidden_ratio
-            if hide and len(example.targets):
-                # All text but <|lvr_start|>, whose state is the first latent: what text cannot see it cannot pass on.
-                veil[r, column:stop] = torch.where(out["slot"][r, column:stop], 0, 2)
-                veil[r, column:stop][out["image"][r, column:stop]] = 1
-                veil[r, first] = 0
-            learned = (torch.arange(first, stop)[~out["slot"][r, first:stop]]).tolist()
-            predict += [(r, c - 1) for c in learned]
-            labels += out["ids"][r, learned].tolist()
-            sources.append(example.targets + offset)
-            owners.append(torch.full((len(example.targets),), number))
-            offset += sum(image.tokens for image in example.prompt.images)
-            column, number = stop, number + 1
-    positions = out["positions"].transpose(0, 1).contiguous() if backbone.mrope else out["positions"]
+    examples = [example for row in rows for example in row]
+    layouts = iter([example.layout(backbone) for example in examples])
+    parts = [[next(layouts) for _ in row] for row in rows]
+    out = {key: _pad_rows([[part[key] for part in row] for row in parts], value) for key, value in _FILL.items()}
+    numbers = iter(range(len(examples)))
+    segment = _pad_rows([[torch.full((len(example),), next(numbers)) for example in row] for row in rows], -2)
+    positions = out["positions"]
+    if jitter:
+        gaps_E2 = torch.randint(0, jitter + 1, (len(examples), 2), generator=generator)
+        gap_RT2 = (
+            gaps_E2[segment.clamp(min=0)] * (out["after"][..., None] > torch.arange(2)) * (segment >= 0)[..., None]
+        )
+        shift = gap_RT2.sum(-1)
+        positions = positions + (shift[..., None] if positions.ndim == 3 else shift)
+    learned = out["learned"].nonzero()
+    counts = [sum(image.tokens for image in example.prompt.images) for example in examples]
+    offsets = [0, *itertools.accumulate(counts)]
     return SftBatch(
         ids_RT=out["ids"],
-        positions=positions,
+        positions=positions.permute(2, 0, 1).contiguous() if backbone.mrope else positions,
         place_RT=out["place"],
-        real_RT=real,
+        real_RT=segment >= 0,
         segment_RT=segment,
         image_RT=out["image"],
         slot_RT=out["slot"],
-        veil_RT=veil if bool(veil.any()) else None,
-        images=tuple(image for row in rows for example in row for image in example.prompt.images),
-        slot_source_N=torch.cat(sources),
-        slot_example_N=torch.cat(owners),
-        predict_M2=torch.tensor(predict, dtype=torch.long).view(-1, 2),
-        labels_M=torch.tensor(labels, dtype=torch.long),
-        examples=number,
-        names=[example.name for row in rows for example in row],
+        veil_RT=_veil(examples, segment, out, hidden_ratio, generator),
+        images=tuple(image for example in examples for image in example.prompt.images),
+        slot_source_N=torch.cat([example.targets + start for example, start in zip(examples, offsets, strict=False)]),
+        slot_example_N=torch.arange(len(examples)).repeat_interleave(torch.tensor([len(e.targets) for e in examples])),
+        predict_M2=learned - torch.tensor([0, 1]),
+        labels_M=out["ids"][out["learned"]],
+        examples=len(examples),
+        names=[example.name for example in examples],
     )
 
 
-def _row(parts: list[Tensor], width: int, value: int | bool) -> Tensor:
-    joined = torch.cat(parts, dim=-1)
-    return nn.functional.pad(joined, (0, width - joined.shape[-1]), value=value)
+_FILL: dict[str, int | bool] = {
+    "ids": 0,
+    "positions": 0,
+    "place": 0,
+    "image": False,
+    "slot": False,
+    "learned": False,
+    "after": 0,
+}
 
 
-def _lay_out(
-    backbone: Backbone, example: SftExample, jitter: int, generator: torch.Generator | None
-) -> dict[str, Tensor]:
-    """Ids, positions (with gaps before and after the span if ``jitter``), and which columns are images or slots."""
+def _pad_rows(rows: list[list[Tensor]], value: int | bool) -> Tensor:
+    joined = [row[0] if len(row) == 1 else torch.cat(row) for row in rows]
+    return nn.utils.rnn.pad_sequence(joined, batch_first=True, padding_value=value)
+
+
+def _veil(
+    examples: Sequence[SftExample],
+    segment_RT: Tensor,
+    out: dict[str, Tensor],
+    ratio: float,
+    generator: torch.Generator | None,
+) -> Tensor | None:
+    """2 for text that cannot see the image, 1 for the image it cannot see, in a share of the examples with targets."""
+    if not ratio:
+        return None
+    draws = torch.rand(len(examples), generator=generator)
+    hide_E = (draws < ratio) & torch.tensor([len(example.targets) > 0 for example in examples])
+    if not bool(hide_E.any()):
+        return None
+    # All text but <|lvr_start|>, whose state is the first latent: what text cannot see it cannot pass on.
+    opens = (out["after"] == 1) & ~out["slot"]
+    veil = torch.where(out["slot"] | opens, 0, torch.where(out["image"], 1, 2))
+    return torch.where(hide_E[segment_RT.clamp(min=0)] & (segment_RT >= 0), veil, 0)
+
+
+def _lay_out(backbone: Backbone, example: SftExample) -> dict[str, Tensor]:
+    """What stands in each column (T,): ids, positions ((T, 3) with multimodal rotary positions), images, slots, learned
+    tokens, and how many gaps of the jitter come before it: one before ``<|lvr_start|>``, one before ``<|lvr_end|>``."""
     plain = Prompt(example.prompt.ids, example.prompt.images)
     batch = collate([plain], image_id=backbone.image_id, slot_id=-1, pad_id=0, mrope=backbone.mrope)
-    positions = batch.positions[..., 0, :]
+    column = torch.arange(len(example))
     slot = example.prompt.ids == backbone.markers.slot
-    if jitter:
-        gaps = torch.randint(0, jitter + 1, (2,), generator=generator)
-        column = torch.arange(len(example))
-        first = example.prompt_length
-        after = first + len(example.targets) + 1 if len(example.targets) else first
-        positions = positions + gaps[0] * (column >= first) + gaps[1] * (column >= after)
+    first = example.prompt_length
+    after = first + len(example.targets) + 1 if len(example.targets) else first
     return {
         "ids": example.prompt.ids,
-        "positions": positions,
-        "place": torch.arange(len(example)),
+        "positions": batch.positions[..., 0, :].T,
+        "place": column,
         "image": batch.image_BT[0],
         "slot": slot,
+        "learned": (column >= first) & ~slot,
+        "after": (column >= first).long() + (column >= after).long(),
     }

@@ -144,7 +144,7 @@ def make(
         seed: Fixes every scene and question.
         count: Questions; pairs for mmvp; pairs of each edit; questions in four cycles for hrbench. Left out: the usual.
         format: all writes our JSONL, which holds everything, and the real layout; jsonl or real writes one of them.
-        kinds: Kinds of question, for curriculum, dialogues, train-*, validation and counterfactual.
+        kinds: Kinds of question, for curriculum, dialogues, sequels, train-*, validation and counterfactual.
         withheld: Whether questions may (any), must not (exclude) or must (only) refer to something by a withheld word.
         resize_pixels: Pixels that a model shrinks a large image to (hrbench: decides what is visible).
         patch: Side in pixels of what one visual token covers after that.

@@ -15,7 +15,7 @@ import numpy as np
 from realvr.errors import UserError
 from realvr.world.proposals import values
 from realvr.world.queries import overlap
-from realvr.world.questions import MAX_TRIES, Question, ask, options
+from realvr.world.questions import MAX_TRIES, Question, Withheld, ask, options
 from realvr.world.sampling import ANY_BUCKET, Style, pick, sample_scene, settle, shows
 from realvr.world.scene import Scene
 from realvr.world.words import DIRECTIONS, TEXTURES
@@ -174,13 +174,14 @@ def sample_pair(
     buckets: Container[int] = ANY_BUCKET,
     count: int = 4,
     kinds: tuple[str, ...] | None = None,
+    withheld: Withheld = "any",
 ) -> Pair:
     """A pair with the same words and the same options on both sides; both layouts lie in ``buckets``."""
     kind = pick(rng, kinds or kinds_for(edit, style))
     for _ in range(MAX_TRIES * 4):
         scene = sample_scene(rng, style, buckets)
         # No fixed wish for the answer here: a removal can only turn "yes" into "no", whatever one might want.
-        question = ask(scene, kind, rng, count=0)
+        question = ask(scene, kind, rng, count=0, withheld=withheld)
         pair = question and edit_pair(rng, scene, question, edit, changed=changed, buckets=buckets)
         if question and pair:
             return _with_options(rng, pair, count)

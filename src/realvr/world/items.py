@@ -69,6 +69,8 @@ class Item:
     cycle: str | None = None
     earlier: tuple[tuple[str, str], ...] = ()
     """Questions and replies of the conversation before this one."""
+    fresh: bool = False
+    """After an earlier turn: the last view comes with the last question, the others came with the first."""
     meta: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -89,13 +91,12 @@ class Item:
         """As the type every reader yields; draws the pictures unless their references are given."""
         if images is None:
             images = [ImageRef.from_bytes(view.name, view.encode()) for view in self.views]
+        every = tuple(range(len(images)))
+        first, last = (every[:-1], every[-1:]) if self.fresh else (every, ())
         turns = []
         for k, (question, reply) in enumerate(self.earlier):
-            turns += [
-                Message("user", question, tuple(range(len(images))) if k == 0 else ()),
-                Message("assistant", reply),
-            ]
-        turns.append(Message("user", self.text, () if self.earlier else tuple(range(len(images)))))
+            turns += [Message("user", question, first if k == 0 else ()), Message("assistant", reply)]
+        turns.append(Message("user", self.text, last if self.earlier else every))
         return Sample(
             self.id,
             images,

@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 
 from realvr.data.sample import ImageRef, Sample
+from realvr.data.wording import asked, formatted
 from realvr.errors import UserError
 from realvr.world import benchmarks, describe
-from realvr.world.edits import CHANGED_SHARE, EDITS, PAIRS_PER_EDIT, is_changed, sample_pair
-from realvr.world.items import Item, single
-from realvr.world.questions import EASY_KINDS, FULL_KINDS, MAX_TRIES, Withheld, sample_question
-from realvr.world.sampling import Style, clutter, huge, sample_scene, style_for
+from realvr.world.edits import CHANGED_SHARE, EDITS, PAIRS_PER_EDIT, is_changed, kinds_for, sample_pair
+from realvr.world.items import Item, View, single
+from realvr.world.questions import EASY_KINDS, FULL_KINDS, LETTERS, MAX_TRIES, Withheld, sample_question
+from realvr.world.sampling import Style, clutter, huge, pick, sample_scene, style_for
 
 Unit = tuple[str, int]
 """A part of a split (a BLINK subtask, an edit; mostly '') and a number within it."""
@@ -50,7 +51,7 @@ SPLITS: dict[str, Split] = {
     "curriculum-test": Split(1, range(6, 8), "jsonl", 2_000, (48, 48), "easy scenes, any words (tag `withheld`)"),
     "dialogues": Split(2, range(8, 10), "lvr", 5_000, (48, 48), "two-turn conversations about one picture"),
     "train-boxes": Split(3, range(10, 14), "visual-cot", 10_000, (128, 128), "training questions with evidence boxes"),
-    "train-plain": Split(4, range(14, 18), "virl39k", 10_000, (128, 128), "training questions without boxes"),
+    "train-plain": Split(4, range(14, 17), "virl39k", 10_000, (128, 128), "training questions without boxes"),
     "validation": Split(5, range(18, 20), "jsonl", 1_000, (128, 128), "held-out questions with boxes"),
     "mmvp": Split(6, range(20, 23), "mmvp", 150, (128, 128), "pairs that differ in one subtle detail"),
     "blink": Split(7, range(23, 25), "blink", 697, (128, 128), "five BLINK subtasks"),
@@ -58,10 +59,11 @@ SPLITS: dict[str, Split] = {
     "hrbench-8k": Split(9, range(26, 27), "hr-bench", 200, (7680, 4320), "tiny objects in 8K, four option cycles"),
     "mme-realworld": Split(10, range(27, 28), "mme-realworld", 500, (640, 480), "clutter, five options, E: not there"),
     "counterfactual": Split(11, range(28, 32), "jsonl", PAIRS_PER_EDIT, (128, 128), "four edits, question fixed"),
+    "sequels": Split(12, range(17, 18), "jsonl", 5_000, (48, 48), "two turns, the second about another picture"),
 }
 
 
-ANY_KIND = ("curriculum", "curriculum-test", "dialogues", "train-boxes", "train-plain", "validation")
+ANY_KIND = ("curriculum", "curriculum-test", "dialogues", "sequels", "train-boxes", "train-plain", "validation")
 """Splits whose kinds of question, and rule for withheld words, can be chosen."""
 
 
@@ -108,7 +110,7 @@ class Recipe:
     @property
     def words(self) -> Withheld:
         """The rule for withheld words in force."""
-        return self.withheld or ("exclude" if self.split in ("curriculum", "dialogues") else "any")
+        return self.withheld or ("exclude" if self.split in ("curriculum", "dialogues", "sequels") else "any")
 
     def style(self) -> Style:
         """Look of the scenes."""
@@ -152,6 +154,8 @@ def build(recipe: Recipe, unit: Unit) -> list[Item]:
         return _counterfactual(rng, recipe, unit, style)
     if recipe.split == "dialogues":
         return [_dialogue(rng, recipe, number, style)]
+    if recipe.split == "sequels":
+        return [_sequel(rng, recipe, number, style)]
     return [_question(rng, recipe, number, style)]
 
 
@@ -185,6 +189,40 @@ def _dialogue(rng: np.random.Generator, recipe: Recipe, number: int, style: Styl
     meta = {"caption": describe.caption(scene, rng), "objects": describe.table(scene)}
     item = single(f"dialogues-{number}", scene, second, f"dialogues/{number}.png", task="dialogues", meta=meta)
     return replace(item, earlier=((first.text, first.answer),))
+
+
+def _sequel(rng: np.random.Generator, recipe: Recipe, number: int, style: Style) -> Item:
+    """A question with its answer, then another picture: half the time an edit of the first with the same question (the
+    answer changes in half of these), else an unrelated one with a question of its own."""
+    if rng.random() < 0.5:
+        edit = pick(rng, EDITS)
+        kinds = tuple(kind for kind in kinds_for(edit, style) if not recipe.kinds or kind in recipe.kinds)
+        pair = sample_pair(
+            rng,
+            style,
+            edit,
+            changed=bool(rng.random() < 0.5),
+            buckets=recipe.info.buckets,
+            kinds=kinds or None,
+            withheld=recipe.words,
+        )
+        (before, first), (after, second) = (pair.original, pair.before), (pair.edited, pair.after)
+    else:
+        (before, first), (after, second) = (
+            sample_question(
+                rng, style, _kinds(recipe, style), buckets=recipe.info.buckets, count=4, withheld=recipe.words
+            )
+            for _ in range(2)
+        )
+    letter = LETTERS[first.choices.index(first.answer)]
+    item = single(f"sequels-{number}", after, second, f"sequels/{number}-2.png", task="sequels")
+    return replace(
+        item,
+        views=(View(before, f"sequels/{number}-1.png"), *item.views),
+        boxes=tuple((1, box) for _, box in item.boxes),
+        earlier=((asked(first.text, first.choices), formatted(letter)),),
+        fresh=True,
+    )
 
 
 def _counterfactual(rng: np.random.Generator, recipe: Recipe, unit: Unit, style: Style) -> list[Item]:
