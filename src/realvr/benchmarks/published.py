@@ -1,8 +1,8 @@
 """Numbers printed in the paper, to be set beside measured ones and never mixed with them.
 
 ``published.json`` holds the rows of these tables of *Rethinking Latent Visual Reasoning*, by their LaTeX labels:
-tab:main-backbone-results, tab:cross-backbone-results, tab:mablation, tab:latent-length-ablation (differences from K = 8;
-values are named by K), tab:diag-counterfactual, tab:complete-counterfactual (rates, and counts as ``…_count``),
+tab:main-backbone-results, tab:cross-backbone-results, tab:mablation, tab:latent-length-ablation (differences from K = 8
+under the names of K), tab:diag-counterfactual, tab:complete-counterfactual (rates, and counts as ``…_count``),
 tab:latent-exchange and tab:mass-matched-factorial. ``backbone`` is empty where a table and its section name none.
 Known inconsistencies of the tables are listed in docs/evaluation.md.
 """
