@@ -210,10 +210,10 @@ OPTION_COUNT = dict.fromkeys((*TWO_OPTIONS, "Spatial_Relation", "Visual_Similari
 
 @pytest.fixture(scope="module")
 def blink_outputs() -> Path:
-    named = os.environ.get("REALVR_SHARED_DATA")
-    folder = (Path(named) if named else Path(__file__).resolve().parents[3] / "shared" / "data") / "blink_outputs"
+    named = os.environ.get("REALVR_SHARED")
+    folder = (Path(named) if named else Path(__file__).resolve().parents[3] / "shared") / "data" / "blink_outputs"
     if not folder.is_dir():
-        pytest.skip(f"no real answers at {folder}; set REALVR_SHARED_DATA to the folder that holds blink_outputs/")
+        pytest.skip(f"no real answers at {folder}; set REALVR_SHARED to the folder that holds data/")
     return folder
 
 
