@@ -43,6 +43,11 @@ def test_mmvp() -> None:
     assert low == 0.0 and 60 < high <= 100
 
 
+def test_half_a_pair_is_no_pair() -> None:
+    entry = one([row("mmvp", n, True, pair=str(n // 2)) for n in range(3)])
+    assert (entry["metrics"]["pair"], entry["metrics"]["pairs"], entry["n"]) == (100.0, 1, 3)
+
+
 def test_blink_is_a_macro_mean() -> None:
     rows = [row("blink", f"c{n}", n < 1, task="Counting") for n in range(4)]
     rows += [row("blink", f"j{n}", n < 3, task="Jigsaw") for n in range(4)]
