@@ -65,6 +65,7 @@ STRICT = {
     "The answer is B or C": None,
     "The answer is B, or perhaps not": "B",
     "The answer is B, C": None,
+    "The answer is B, or C in some light": None,
     "The answer is (A) or (B)": None,
     "The answer is B. Wait, it is C": None,
     "The answer is not (B)": None,
