@@ -109,9 +109,9 @@ def load(
 ) -> Questions:
     """Read the questions of a benchmark (a name of the catalog, or any name for any readable file).
 
-    ``tasks`` restricts to subtasks; None means the benchmark's usual ones, which may then be incomplete. ``limit`` keeps
-    at most that many questions, see `subset`. ``images`` is the folder that image paths are relative to. ``strict``
-    refuses a file with a row that cannot be asked.
+    ``tasks`` restricts to subtasks; None means the benchmark's usual ones, which may then be incomplete. ``limit``
+    keeps at most that many questions, see `subset`. ``images`` is the folder that image paths are relative to.
+    ``strict`` refuses a file with a row that cannot be asked.
     """
     if limit is not None and limit < 1:
         raise UserError(f"--limit is {limit}: at least one question must be asked")
