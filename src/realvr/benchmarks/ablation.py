@@ -11,7 +11,6 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-import torch
 from torch import Tensor
 
 from realvr.benchmarks.questions import image_key, units
@@ -83,8 +82,3 @@ def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
     for number, sample in enumerate(samples):
         found[root(number)].append(sample)
     return list(found.values())
-
-
-def same_for_all(latents: Tensor, count: int) -> list[Tensor]:
-    """The span as given latents of ``count`` requests."""
-    return [torch.as_tensor(latents)] * count
