@@ -1,9 +1,10 @@
 """One evaluation: every question under every budget and condition, then the summary.
 
 Phase 1 asks with the model's own latents, at every K from one reading of the prompt. Phase 2 asks again with the mean
-latents and with those of another question (see `ablation`), which needs phase 1 to be complete. Batches are fixed by the
-order of the questions and their size, not by what has been answered or by the number of processes, so that a resumed
-run and one on several processes repeat the same arithmetic; a batch of which something is missing is asked as a whole.
+latents and with those of another question (see `ablation`), which needs phase 1 to be complete. Batches are fixed by
+the order of the questions and their size, not by what has been answered or by the number of processes, so that a
+resumed run and one on several processes repeat the same arithmetic; a batch of which something is missing is asked as a
+whole.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ class Budgets:
     own: tuple[int, ...]
     exchanged: int | None
 
-    def conditions(self) -> list[tuple[Condition, int]]:
+    def conditions(self, exchanged: Sequence[Condition] = EXCHANGED) -> list[tuple[Condition, int]]:
         """Everything a question is asked under, in the order of the predictions."""
         found: list[tuple[Condition, int]] = [("own", latents) for latents in self.own]
         if self.exchanged is not None:
-            found += [(condition, self.exchanged) for condition in EXCHANGED]
+            found += [(condition, self.exchanged) for condition in exchanged]
         return found
 
 
@@ -86,12 +87,19 @@ class _Bench:
 
     questions: Questions
     batches: list[list[Sample]]
+    exchanged: tuple[Condition, ...]
+    """Conditions of phase 2: ``other`` needs questions about different images."""
     donors: dict[str, str] = field(default_factory=dict)
     mean: Tensor | None = None
 
     @property
     def name(self) -> str:
         return self.questions.bench
+
+
+def _bench(questions: Questions, batch: int) -> _Bench:
+    batches = [questions.samples[k : k + batch] for k in range(0, len(questions), batch)]
+    return _Bench(questions, batches, EXCHANGED if donors(questions.samples) else ("mean",))
 
 
 def evaluate(
@@ -203,10 +211,7 @@ class Run:
         self.settings = settings
         self.budgets = chosen
         self.ranks = ranks
-        self.benches = [
-            _Bench(questions, [questions.samples[k : k + batch] for k in range(0, len(questions), batch)])
-            for questions in benches
-        ]
+        self.benches = [_bench(questions, batch) for questions in benches]
         self.store = Store(directory, ranks.rank, ranks.world)
         self.latents = LatentStore(directory, ranks.rank)
         self.asker = Asker(responder, batch)
@@ -233,7 +238,7 @@ class Run:
 
     def _keys(self, bench: _Bench, samples: Sequence[Sample]) -> Iterator[Key]:
         for sample in samples:
-            for condition, latents in self.budgets.conditions():
+            for condition, latents in self.budgets.conditions(bench.exchanged):
                 for seed in self.settings.seeds:
                     yield (bench.name, sample.id, condition, latents, seed)
 
@@ -272,13 +277,14 @@ class Run:
         self, bench: _Bench, asked: Sequence[Asked], plans: Sequence[int], replies: Sequence[Sequence[Reply]]
     ) -> None:
         """The latents of the batch, on the disk before its answers are."""
-        if self.budgets.exchanged not in plans:
+        exchanged = self.budgets.exchanged
+        if exchanged is None or exchanged not in plans:
             return
         found = {}
-        for item, reply in zip(asked, replies[list(plans).index(self.budgets.exchanged)], strict=True):
+        for item, reply in zip(asked, replies[list(plans).index(exchanged)], strict=True):
             if reply.error is None and not self.latents.has(bench.name, item.sample.id):
                 if reply.latents is None:
-                    raise ValueError(f"a reply with {self.budgets.exchanged} latents came without them")
+                    raise ValueError(f"a reply with {exchanged} latents came without them")
                 found[item.sample.id] = reply.latents
         self.latents.add(bench.name, found)
 
@@ -302,7 +308,7 @@ class Run:
         for seed in self.settings.seeds:
             missing = [
                 condition
-                for condition in EXCHANGED
+                for condition in bench.exchanged
                 if any((bench.name, sample.id, condition, latents, seed) not in self.store.done for sample in batch)
             ]
             if missing:
@@ -322,16 +328,16 @@ class Run:
         if item.error is None and not self.latents.has(bench.name, item.sample.id):
             error = self.store.done.get((bench.name, item.sample.id, "own", latents, self.settings.seeds[0]))
             return Asked(item.sample, [], error or "the question's own latents are missing")
+        if item.error is None and "other" in bench.exchanged and item.sample.id not in bench.donors:
+            return Asked(item.sample, [], "no question with another image could be asked: no latents to exchange with")
         return item
 
     def _given(self, bench: _Bench, condition: Condition, asked: Sequence[Asked]) -> list[Tensor]:
-        """(K, D) for every question of a batch."""
-        if bench.mean is None:  # no question of the benchmark could be asked
-            return [Tensor()] * len(asked)
+        """(K, D) for every question of a batch; empty for those that are not asked because of an error."""
+        nothing = Tensor()
         if condition == "mean":
-            return [bench.mean] * len(asked)
-        found = [bench.donors.get(item.sample.id) for item in asked]
-        return [bench.mean if donor is None else self.latents.get(bench.name, donor) for donor in found]
+            return [nothing if bench.mean is None else bench.mean] * len(asked)
+        return [nothing if item.error else self.latents.get(bench.name, bench.donors[item.sample.id]) for item in asked]
 
     # ------------------------------------------------------------------ both
 
