@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from realvr.benchmarks.processes import Ranks
     from realvr.benchmarks.questions import Questions
     from realvr.benchmarks.responder import Responder
+    from realvr.latent.sampling import Sampling
 
 INTERRUPTED = 130
 
@@ -53,6 +54,7 @@ class Job:
 
     def check(self) -> None:
         """Refuse what can be seen to be wrong without reading data or weights."""
+        from realvr.benchmarks.catalog import blink_tasks
         from realvr.benchmarks.extract import POLICIES
         from realvr.benchmarks.questions import locate
 
@@ -69,18 +71,25 @@ class Job:
             raise UserError(f"--batch is {self.batch}: at least one question must be asked at a time")
         if self.seeds is not None and self.seeds < 1:
             raise UserError(f"--seeds is {self.seeds}: at least one is needed")
-        if self.seeds is not None and self.seeds > 1 and self.temperature == 0:
+        if self.seeds is not None and self.temperature == 0:
             raise UserError(
                 "--seeds needs --temperature: greedy decoding has no seeds. For mean ± std over training seeds, name "
                 "the checkpoints of several training runs"
             )
         self.budgets()
+        blink_tasks(self.blink_tasks)
         model_names(self.models)
         for name, path in benches.items():
             locate(name, path)
         folders = self.folders()
         if unknown := [name for name in folders if name not in benches]:
             raise UserError(f"--images names {unknown[0]}, which is no --bench")
+
+    def sampling(self) -> Sampling:
+        """How answers are decoded."""
+        from realvr.latent.sampling import Sampling
+
+        return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, max_new=self.max_new)
 
     def benches(self) -> dict[str, Path]:
         """Paths by name."""
@@ -151,10 +160,10 @@ def evaluate(
 ) -> int:
     """Evaluate one or more checkpoints on benchmarks.
 
-    Every question is asked with the model's own latents; unless --no-ablation is given also without a span (K = 0), with
-    the mean latents of the benchmark, and with those of another question. Answers are kept as they come: the same
-    command goes on where a run was stopped. Several checkpoints, for instance of several training seeds, are
-    evaluated one after the other, each in a folder of its own under OUT, and summarised as mean ± std.
+    Every question is asked with the model's own latents; unless --no-ablation is given also without a span (K = 0),
+    with the mean latents of the benchmark, and with those of another question. Answers are kept as they come: the same
+    command goes on where a run was stopped. Several checkpoints, for instance of several training seeds, are evaluated
+    one after the other, each in a folder of its own under OUT, and summarised as mean ± std.
 
     Examples:
       realvr eval runs/rl/final --bench mmvp=data/MMVP --bench blink=data/BLINK --out runs/eval
@@ -213,6 +222,7 @@ def run(job: Job) -> int:
 
     quiet_transformers()
     job.check()
+    job.sampling()
     for model in job.models:
         read_config(model)  # a wrong path should not cost the reading of gigabytes
     ranks = Ranks.from_environment()
@@ -320,14 +330,12 @@ def load_responder(job: Job, model: str, name: str, ranks: Ranks) -> Responder:
     """The checkpoint, behind the door of the evaluation."""
     from realvr.backbone.backbone import Backbone
     from realvr.benchmarks.model_responder import ModelResponder
-    from realvr.latent.sampling import Sampling
 
-    sampling = Sampling(temperature=job.temperature, top_p=job.top_p, top_k=job.top_k, max_new=job.max_new)
     device = ranks.device(job.device)
     backbone = Backbone.load(
         model, device=device, dtype=job.dtype, min_tokens=job.min_tokens, max_tokens=job.max_tokens
     )
-    return ModelResponder(backbone, sampling, path=model, name=name)
+    return ModelResponder(backbone, job.sampling(), path=model, name=name)
 
 
 def default_batch(responder: Responder) -> int:
