@@ -40,6 +40,8 @@ COMMANDS: dict[str, Command] = {
     "train base": Command("realvr.training.commands", "base", "Train all parameters of a small model.", raw=True),
     "eval": Command("realvr.benchmarks.eval_command", "evaluate", "Evaluate checkpoints on benchmarks, with ablations."),
     "benchmarks": Command("realvr.benchmarks.benchmarks_command", "benchmarks", "Files, rules and citations of each."),
+    "score": Command("realvr.benchmarks.score_command", "score", "Scores with intervals from saved predictions."),
+    "compare": Command("realvr.benchmarks.score_command", "compare", "Two evaluations, question by question."),
     "demo": Command("realvr.commands.demo", "demo", "A model of each family answers a question through the real path."),
 }
 

@@ -356,19 +356,21 @@ def versions() -> dict[str, str]:
 
 def report(summaries: dict[str, dict[str, Any]], out: Path) -> None:
     """Print the tables; for several checkpoints also write mean ± std."""
+    from rich.console import Console
+
     from realvr.benchmarks import tables
     from realvr.benchmarks.scoring import aggregate
 
+    console = Console()
     for name, summary in summaries.items():
         if len(summaries) > 1:
-            print(f"\n{name}")
-        tables.console(summary)
+            console.print(name, style="bold", markup=False)
+        console.print(tables.console(summary))
     if len(summaries) > 1:
         together = aggregate(summaries)
         tables.write_summary(out, together)
-        print(f"\nmean ± std over {len(summaries)} checkpoints")
-        tables.console(together)
-    print(f"{out / 'summary.md'}")
+        console.print(tables.console(together))
+    print(out / "summary.md")
 
 
 def _note(text: str) -> None:
