@@ -125,7 +125,7 @@ def test_donors_where_one_image_has_most_questions() -> None:
     ]
     found = donors(chain)
     assert not {found["x"], found["y"], found["z"]} & {"x", "y", "z"}
-    assert donors(chain, seed=1) != found and donors(chain) == found
+    assert donors(chain) == found and any(donors(chain, seed) != found for seed in range(1, 5))
 
 
 def test_a_set_about_one_image_has_no_other_condition(tmp_path: Path, world: dict[str, Path]) -> None:

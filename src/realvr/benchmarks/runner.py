@@ -24,9 +24,11 @@ from realvr.benchmarks.latent_store import LatentStore
 from realvr.benchmarks.meter import Meter
 from realvr.benchmarks.processes import Ranks
 from realvr.benchmarks.questions import Questions
-from realvr.benchmarks.records import PREDICTIONS, Condition, Prediction, read_predictions
+from realvr.benchmarks.records import Condition, Prediction
 from realvr.benchmarks.responder import Plan, Reply, Responder
+from realvr.benchmarks.score_command import summarise_run
 from realvr.benchmarks.store import Key, Lock, Store, merge
+from realvr.benchmarks.tables import write_summary
 from realvr.data.sample import Sample
 from realvr.errors import UserError
 
@@ -136,21 +138,12 @@ def evaluate(
         if ranks.rank:
             return {}
         merge(directory, run.order())
-        return summary_of(directory, responder.latents, {questions.bench: len(questions) for questions in benches})
+        summary = summarise_run(directory)
+        write_summary(directory, summary)
+        return summary
     finally:
         if lock is not None:
             lock.release()
-
-
-def summary_of(directory: Path, trained: int, expected: Mapping[str, int]) -> dict[str, Any]:
-    """Score the predictions of a directory and write the summary beside them."""
-    from realvr.benchmarks.scoring import summarise
-    from realvr.benchmarks.tables import write_summary
-
-    found = list(read_predictions(directory / PREDICTIONS))
-    summary = summarise(found, trained_latents=trained, expected=dict(expected))
-    write_summary(directory, summary)
-    return summary
 
 
 def _check(benches: Sequence[Questions], settings: EvalSettings, batch: int) -> None:
