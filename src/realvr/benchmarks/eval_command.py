@@ -275,6 +275,8 @@ def read_questions(job: Job, show: bool = True) -> list[Questions]:
             _note(f"{name}: {count} rows cannot be asked and are left out ({reason}: {loaded.examples[reason]})")
         if loaded.missing_tasks:
             _note(f"{name}: {loaded.path} has no {', '.join(loaded.missing_tasks)}; the score is not the paper's")
+        if name not in CATALOG:
+            _note(f"{name} is no benchmark of the catalogue (realvr benchmarks): read as {loaded.format}")
         usual = CATALOG[name].rows if name in CATALOG and job.blink_tasks is None else None
         if usual is not None and job.limit is None and not loaded.missing_tasks and len(loaded) != usual:
             _note(f"{name}: {len(loaded)} questions; the published set has {usual:,}")

@@ -38,6 +38,11 @@ class Ranks:
     def start(self) -> None:
         """Meet the other processes."""
         if self.world > 1:
+            if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+                raise UserError(
+                    f"WORLD_SIZE is {self.world}, but MASTER_ADDR or MASTER_PORT is not set: start with torchrun or "
+                    "--processes, or unset WORLD_SIZE"
+                )
             import torch.distributed as dist
 
             dist.init_process_group("gloo", timeout=PATIENCE)
@@ -74,7 +79,9 @@ def launch(arguments: Mapping[str, Any], processes: int) -> int:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "realvr.benchmarks.worker", json.dumps(arguments)]
-    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}  # unless the user sets it
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
+    shared = threads | os.environ | meeting
     with tempfile.TemporaryFile() as said:
         running = []
         for rank in range(processes):
@@ -82,10 +89,13 @@ def launch(arguments: Mapping[str, Any], processes: int) -> int:
             environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             running.append(subprocess.Popen(command, env=environment, **streams))
         code, failed = _wait(running)
-        if code and failed:
+        if failed and running[0].returncode <= 0:  # the first process has nothing to say about it
             said.seek(0)
             sys.stderr.write(said.read().decode(errors="replace"))
-        return code
+        if code < 0:
+            name = signal.Signals(-code).name
+            print(f"realvr: error: process {failed} was ended by {name}; the same command goes on", file=sys.stderr)
+        return code if code >= 0 else 1
 
 
 def _wait(running: list[subprocess.Popen[bytes]]) -> tuple[int, int]:

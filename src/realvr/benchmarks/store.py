@@ -78,8 +78,8 @@ def merge(directory: Path, order: Sequence[Key] | None = None) -> int:
         lines = {key: lines[key] for key in sorted(lines, key=lambda key: places.get(key, len(places)))}
     if parts or order is not None:
         write_atomically(whole, "".join(lines.values()))
-    for part in parts:
-        part.unlink()
+    for file in (*parts, *directory.glob("predictions*.tmp"), *directory.glob("latents/*/*.safetensors.tmp")):
+        file.unlink()
     return len(lines)
 
 
