@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ def claim(directory: Path, record: Mapping[str, Any]) -> bool:
             f"{directory} holds an evaluation made otherwise ({'; '.join(found[:4])}): name another --out, or give the "
             "same settings to continue it"
         )
+    if changed := list(_differences("versions", earlier.get("versions", {}), now.get("versions", {}))):
+        print(f"realvr: note: {directory} was begun elsewhere ({'; '.join(changed)})", file=sys.stderr)
     return True
 
 

@@ -324,7 +324,7 @@ def _one(job: Job, model: str, name: str, questions: Sequence[Questions], folder
         batch=job.batch or default_batch(responder),
         ranks=ranks,
         notes={"mmvp_corrected": job.mmvp_corrected},
-        versions=versions(),
+        versions=versions(responder),
     )
 
 
@@ -346,13 +346,19 @@ def default_batch(responder: Responder) -> int:
     return 32 if backbone is not None and backbone.device.type == "cuda" else 16
 
 
-def versions() -> dict[str, str]:
+def versions(responder: Responder) -> dict[str, str]:
     """What the numbers were made with."""
+    import torch
+
     from realvr import __version__
 
     packages = ("torch", "transformers", "tokenizers", "numpy", "pillow")
-    return {"python": platform.python_version(), "realvr": __version__} | {
-        name: metadata.version(name) for name in packages
+    device = getattr(getattr(responder, "backbone", None), "device", torch.device("cpu"))
+    return {
+        "python": platform.python_version(),
+        "realvr": __version__,
+        **{name: metadata.version(name) for name in packages},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }
 
 

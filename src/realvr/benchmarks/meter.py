@@ -32,18 +32,22 @@ class Meter:
         self._counts: dict[str, tuple[int, int]] = {}
 
     def add(self, predictions: Sequence[Prediction]) -> None:
-        """Count these answers."""
+        """Count these answers; the accuracy shown is that of the first one's benchmark and condition."""
+        if not predictions:
+            return
         for item in predictions:
-            label = f"{item.bench} {item.condition}@{item.latents}"
-            right, all_ = self._counts.get(label, (0, 0))
-            self._counts[label] = (right + item.correct, all_ + 1)
+            right, asked = self._counts.get(_label(item), (0, 0))
+            self._counts[_label(item)] = (right + item.correct, asked + 1)
         self._answers += len(predictions)
         rate = self._answers / max(time.monotonic() - self._begun, 1e-9)
-        labels = {f"{item.bench} {item.condition}@{item.latents}" for item in predictions[:1]}
-        shown = "".join(f"{label} {self._counts[label][0] / self._counts[label][1]:.1%}" for label in labels)
-        description = predictions[0].bench if predictions else "answers"
+        label = _label(predictions[0])
+        right, asked = self._counts[label]
         self._progress.update(
-            self._task, advance=len(predictions), description=description, rate=f"{rate:.1f}/s", accuracy=shown
+            self._task,
+            advance=len(predictions),
+            description=label,
+            rate=f"{rate:.1f}/s",
+            accuracy=f"{right / asked:.1%} right",
         )
 
     def __enter__(self) -> Meter:
@@ -54,3 +58,7 @@ class Meter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._progress.stop()
+
+
+def _label(item: Prediction) -> str:
+    return f"{item.bench} {item.condition}, K = {item.latents}"
