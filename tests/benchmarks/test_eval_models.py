@@ -160,7 +160,7 @@ def test_a_run_survives_kills_and_changes_of_the_number_of_processes(
 ) -> None:
     out = tmp_path / "run"
     one = arguments(model, world, out, "--batch", "2")
-    two = [*one, "--processes", "2"]
+    two = arguments(model, world, out, "--batch", "1", "--processes", "2")
     process = start(one)
     wait_for(process, out, 4)
     process.kill()
@@ -169,7 +169,7 @@ def test_a_run_survives_kills_and_changes_of_the_number_of_processes(
     assert 4 <= kept < 72
 
     process = start(two)  # the killed parent takes its processes along
-    wait_for(process, out, kept + 8)
+    wait_for(process, out, kept + 4)
     process.kill()
     process.wait()
     wait_until_free(out)

@@ -125,9 +125,11 @@ class Lock:
         self._file = (directory / _LOCK).open("w")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             self._file.close()
             raise UserError(f"{directory}: another evaluation is writing to this directory") from None
+        except OSError:
+            pass  # a file system without locks: the user has to keep two runs apart
 
     def release(self) -> None:
         """Let others in."""

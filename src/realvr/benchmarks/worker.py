@@ -14,7 +14,7 @@ from realvr.errors import UserError
 def _end_with(parent: int) -> None:
     """End when the starting process has died, even by a kill: nobody else would stop this one."""
     while os.getppid() == parent:
-        time.sleep(0.5)
+        time.sleep(0.02)
     os._exit(1)
 
 
