@@ -229,6 +229,9 @@ def test_batches_are_halved_when_memory_runs_out(
     evaluate(large, benches, tmp_path / "large", batch=6)
     assert lines(tmp_path / "small") == lines(tmp_path / "large")
     assert max(small.sizes) == 2 and max(large.sizes) == 6
+    assert small.given.keys() == large.given.keys()
+    for key, spans in large.given.items():
+        assert all(torch.equal(one, two) for one, two in zip(small.given[key], spans, strict=True))
     assert capsys.readouterr().err.count("out of GPU memory") == 2  # 6, then 3, then 2 for good
     small.room = 0
     with pytest.raises(UserError, match="mmvp, question 1: the GPU's memory does not suffice for one question"):
@@ -251,6 +254,9 @@ def test_a_question_that_cannot_be_asked_stays_in_the_denominator(world: dict[st
     assert summary["benches"]["mmvp"]["headline"] == pytest.approx(100 * 5 / 6)
     mean = torch.stack([own_latents(str(k), 3) for k in (1, 2, 4, 5, 6)]).mean(0)
     assert torch.allclose(oracle.given["mmvp", "1"][0], mean, atol=1e-6)  # the mean of those that there are
+    exchanged = donors([row for row in load("mmvp", folder).samples if row.id != "3"])
+    for question, donor in exchanged.items():
+        assert torch.equal(oracle.given["mmvp", question][1], own_latents(donor, 3))
 
 
 class Hasty(Speaker):
