@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 import realvr
 from eval_cases import keys, lines, make_world
@@ -206,6 +207,12 @@ def test_two_processes_equal_one(finished: Path, model: Path, world: dict[str, P
     said = process.communicate(timeout=120)[1]
     assert process.returncode == 0, said
     assert lines(tmp_path) == lines(finished) and not list(tmp_path.glob("predictions.rank*"))
+    shares = {rank: list((tmp_path / "latents").glob(f"*/r{rank}-*.safetensors")) for rank in (0, 1)}
+    held = {
+        rank: [(file.parent.name, name) for file in files for name in load_file(file)] for rank, files in shares.items()
+    }
+    assert [len(set(held[rank])) for rank in (0, 1)] == [10, 8]  # nine batches of two: five and four
+    assert not set(held[0]) & set(held[1])  # nobody does the work of another
 
 
 # ---------------------------------------------------------------------- several checkpoints
