@@ -38,6 +38,10 @@ COMMANDS: dict[str, Command] = {
     "train sft": Command("realvr.training.commands", "sft", "Stage 1: latents reconstruct visual evidence.", raw=True),
     "train rl": Command("realvr.training.commands", "rl", "Stage 2: LVR-RL, ReaLVR and its ablations.", raw=True),
     "train base": Command("realvr.training.commands", "base", "Train all parameters of a small model.", raw=True),
+    "eval": Command(
+        "realvr.benchmarks.eval_command", "evaluate", "Checkpoints on benchmarks, span ablations included."
+    ),
+    "benchmarks": Command("realvr.benchmarks.benchmarks_command", "benchmarks", "Files, rules and citations of each."),
     "score": Command("realvr.benchmarks.score_command", "score", "Scores with intervals from saved predictions."),
     "compare": Command("realvr.benchmarks.score_command", "compare", "Two evaluations, question by question."),
     "demo": Command("realvr.commands.demo", "demo", "A model of each family answers a question through the real path."),

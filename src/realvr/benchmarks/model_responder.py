@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from realvr.backbone.backbone import Backbone
-from realvr.backbone.types import Prompt
+from realvr.backbone.types import ImageInput, Prompt
 from realvr.benchmarks.responder import Plan, Reply, Request
 from realvr.errors import UserError
 from realvr.latent.engine import prefill, splice, think
@@ -52,6 +52,10 @@ class ModelResponder:
             "images": backbone.processor.describe(),
             "sampling": asdict(self.sampling),
         }
+
+    def prepare(self, image: Any) -> ImageInput:
+        """An image as the turns of a request may carry it, ready for the model: work that a caller may do ahead."""
+        return self.backbone.processor(image)
 
     @torch.no_grad()
     def reply(self, requests: Sequence[Request], plans: Sequence[Plan]) -> list[list[Reply]]:

@@ -64,7 +64,17 @@ class Prediction:
 
     def to_json(self) -> str:
         """One line, without the line break."""
-        return json.dumps(asdict(self), ensure_ascii=False)
+        text = json.dumps(asdict(self), ensure_ascii=False)
+        # Half a surrogate pair, as JSON data may hold it, has no UTF-8: escaped, it survives.
+        return text if _encodable(text) else json.dumps(asdict(self))
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 _NAMES = {item.name for item in fields(Prediction)}
@@ -78,12 +88,12 @@ def read_predictions(path: str | Path) -> Iterator[Prediction]:
     path = Path(path)
     seen: set[tuple[str, str, str, int, int]] = set()
     try:
-        source = path.open(encoding="utf-8")
+        source = path.open("rb")
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
     with source:
         for number, line in enumerate(source, 1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 break
             found = _prediction(line, path, number)
             if found.key not in seen:
@@ -91,7 +101,7 @@ def read_predictions(path: str | Path) -> Iterator[Prediction]:
                 yield found
 
 
-def _prediction(line: str, path: Path, number: int) -> Prediction:
+def _prediction(line: bytes, path: Path, number: int) -> Prediction:
     try:
         row: dict[str, Any] = json.loads(line)
         return Prediction(**{name: value for name, value in row.items() if name in _NAMES})

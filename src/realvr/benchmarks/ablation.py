@@ -1,0 +1,84 @@
+"""Whose latents fill the span: does the model use its own?
+
+``mean`` puts the mean over the benchmark's questions at each of the K positions. ``other`` puts the latents of another
+question of the same benchmark, with other images and not of the same pair or cycle. Both keep the prompt, K and the
+decoding; only the contents of the span differ from ``own``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from torch import Tensor
+
+from realvr.benchmarks.questions import image_key, units
+from realvr.data.sample import Sample
+
+
+def mean_latents(questions: Sequence[str], get: Callable[[str], Tensor]) -> Tensor:
+    """(K, D) float32: the mean per position over the questions, added in float64 in the order given."""
+    total: Tensor | None = None
+    for question in questions:
+        latents = get(question).double()
+        total = latents if total is None else total + latents
+    if total is None:
+        raise ValueError("no latents to average")
+    return (total / len(questions)).float()
+
+
+def donors(samples: Sequence[Sample], seed: int = 0) -> dict[str, str]:
+    """For each question id the id of the question whose latents it gets in ``other``.
+
+    Questions that share an image, a pair or an option cycle form a group. The groups are put in an order given by a
+    hash of (seed, ids), their members side by side, and everyone gets the latents of the one m places further in the
+    circle, m being the size of the largest group: nobody those of the own group, and everyone's latents are used once.
+    Where one group holds more than half of the questions that is impossible; each then gets those of the next question
+    outside the own group, and some are used more often. A question without another group gets none.
+    """
+    groups = sorted(_groups(samples), key=lambda group: _rank(seed, group[0].id))
+    circle = [(number, sample.id) for number, group in enumerate(groups) for sample in group]
+    step = max((len(group) for group in groups), default=0)
+    found: dict[str, str] = {}
+    for place, (group, question) in enumerate(circle):
+        for ahead in range(step, step + len(circle)):
+            other, donor = circle[(place + ahead) % len(circle)]
+            if other != group:
+                found[question] = donor
+                break
+    return found
+
+
+def _rank(seed: int, question: str) -> bytes:
+    return hashlib.sha256(f"{seed}/{question}".encode("utf-8", "backslashreplace")).digest()
+
+
+def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Questions connected by shared images, pairs or cycles, in the order of their first members."""
+    owner = list(range(len(samples)))
+
+    def root(number: int) -> int:
+        while owner[number] != number:
+            owner[number] = owner[owner[number]]
+            number = owner[number]
+        return number
+
+    def join(numbers: Iterable[int]) -> None:
+        first, *rest = (root(number) for number in numbers)
+        for number in rest:
+            owner[root(number)] = root(first)
+
+    places = {sample.id: number for number, sample in enumerate(samples)}
+    for unit in units(samples):
+        join(places[sample.id] for sample in unit)
+    by_image: dict[Hashable, list[int]] = defaultdict(list)
+    for number, sample in enumerate(samples):
+        for image in sample.images:
+            by_image[image_key(image)].append(number)
+    for numbers in by_image.values():
+        join(numbers)
+    found: dict[int, list[Sample]] = defaultdict(list)
+    for number, sample in enumerate(samples):
+        found[root(number)].append(sample)
+    return list(found.values())
