@@ -38,6 +38,10 @@ COMMANDS: dict[str, Command] = {
     "train sft": Command("realvr.training.commands", "sft", "Stage 1: latents reconstruct visual evidence.", raw=True),
     "train rl": Command("realvr.training.commands", "rl", "Stage 2: LVR-RL, ReaLVR and its ablations.", raw=True),
     "train base": Command("realvr.training.commands", "base", "Train all parameters of a small model.", raw=True),
+    "counterfactual": Command(
+        "realvr.benchmarks.pairs_command", "counterfactual", "Do answers follow edits of the picture?"
+    ),
+    "exchange": Command("realvr.benchmarks.pairs_command", "exchange", "Do answers follow latents swapped in a pair?"),
     "demo": Command("realvr.commands.demo", "demo", "A model of each family answers a question through the real path."),
 }
 

@@ -1,4 +1,4 @@
-"""Asking both views of a counterfactual pair, in one conversation or in two; see `counterfactual_summary` for the numbers.
+"""Asking both views of a counterfactual pair, in one conversation or in two; `counterfactual_summary` has the numbers.
 
 Protocols:
 

@@ -1,4 +1,4 @@
-"""Paired counterfactual behavior from its records: the numbers of tab:complete-counterfactual and tab:diag-counterfactual.
+"""Paired counterfactual behavior: the numbers of tab:complete-counterfactual and tab:diag-counterfactual, from records.
 
 With C the pairs whose right answer changes and U the others, for each edit (app:complete-counterfactual):
 
@@ -147,7 +147,7 @@ def table_rows(summary: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-HEADER = ["protocol", "edit", "|C| / |U|", *RATES.values()]
+HEADER = ["protocol", "edit", "C / U", *RATES.values()]
 
 
 def csv_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
@@ -169,8 +169,8 @@ def report(summary: dict[str, Any], title: str) -> str:
     """The whole summary in Markdown."""
     parts = [f"# Paired counterfactual behavior: {title}\n", markdown(HEADER, table_rows(summary))]
     parts.append(
-        "Percent, counts in parentheses. A0, A1, change and correct flip are over |C|, false flip over |U|, parsed over "
-        "all views; macro is the mean over edits. Intervals are in the CSV and JSON files.\n"
+        "Percent, counts in parentheses. A0, A1, change and correct flip are over C, false flip over U, parsed over all "
+        "views; macro is the mean over edits. Intervals are in the CSV and JSON files.\n"
     )
     names = ["protocol", "edit", *DIAGNOSTIC_RATES.values()]
     rows = [

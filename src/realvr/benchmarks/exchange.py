@@ -118,7 +118,11 @@ def exchange_all(
     an interruption."""
     for start in range(0, len(pairs), options.batch):
         chunk = slice(start, start + options.batch)
-        wanted = {key for pair, control in zip(pairs[chunk], controls[chunk], strict=True) for key in _keys(pair, control, options)}
+        wanted = {
+            key
+            for pair, control in zip(pairs[chunk], controls[chunk], strict=True)
+            for key in _keys(pair, control, options)
+        }
         failed = {pair.id for pair in pairs[chunk] if _error_key(pair) in journal.done}
         if any(key not in journal.done and key[0] not in failed for key in wanted):
             journal.add(exchange_pairs(backbone, pairs[chunk], controls[chunk], options))
@@ -173,7 +177,7 @@ def exchange_pairs(
 
 
 def _recipients(views: Views) -> list[Recipient]:
-    found = []
+    found: list[Recipient] = []
     for number, (pair, control) in enumerate(zip(views.pairs, views.controls, strict=True)):
         for direction, (donor, own) in DIRECTIONS.items():
             found.append(

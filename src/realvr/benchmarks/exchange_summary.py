@@ -28,7 +28,7 @@ def record_key(record: Record) -> tuple[Any, ...]:
 
 
 def summarise_exchange(records: Iterable[Record]) -> dict[str, Any]:
-    """``{"rows": […], "contrast_minus_random": […], "sham": …, "edits": {edit: the same without "edits"}, "errors": n}``.
+    """``{"rows": […], "contrast_minus_random": […], "sham": …, "edits": {edit: the first three}, "errors": n}``.
 
     A row has condition, selector, k, answers, donor_frequency, recipient_frequency, parse_coverage, donor_lift (points)
     and margin_shift (nats), the last two as mean, low, high, pairs. Pairs without both shams, as a run in progress may
@@ -94,7 +94,9 @@ def _row(row: _Row, records: Sequence[Record], lifts: dict[str, float], shifts: 
         "k": row[2],
         "answers": len(records),
         "donor_frequency": share(_donor),
-        "recipient_frequency": share(lambda r: r["extracted"] is not None and same(r["extracted"], r["recipient_truth"])),
+        "recipient_frequency": share(
+            lambda r: r["extracted"] is not None and same(r["extracted"], r["recipient_truth"])
+        ),
         "parse_coverage": share(lambda r: r["extracted"] is not None),
         "donor_lift": mean(list(lifts.values())),
         "margin_shift": mean(list(shifts.values())),
@@ -116,7 +118,15 @@ def _sham(unmodified: Sequence[Record], sham: dict[Any, Record]) -> dict[str, An
 
 # ---------------------------------------------------------------------- tables
 
-HEADER = ["positions", "k", "donor-answer lift (pp)", "donor-margin shift (nats)", "donor answers", "own answers", "parsed"]
+HEADER = [
+    "positions",
+    "k",
+    "donor-answer lift (pp)",
+    "donor-margin shift (nats)",
+    "donor answers",
+    "own answers",
+    "parsed",
+]
 
 
 def table_rows(summary: dict[str, Any]) -> list[list[str]]:

@@ -56,7 +56,9 @@ def read_records(path: Path, key: Callable[[Record], Hashable]) -> list[Record]:
                 record = json.loads(line)
                 found.setdefault(key(record), record)
             except (ValueError, TypeError, KeyError) as error:
-                raise UserError(f"{path}, line {number}: not a record ({error}); delete the line to run it again") from None
+                raise UserError(
+                    f"{path}, line {number}: not a record ({error}); delete the line to run it again"
+                ) from None
     return list(found.values())
 
 

@@ -6,6 +6,8 @@ tag that says otherwise is reported. Nothing here imports torch.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -80,7 +82,9 @@ class PairReport:
             "unreadable": "pairs have a right answer that names no option and were left out",
             "contradictions": "pairs have a tag 'changed' that contradicts their answers; the answers count",
         }
-        lines = [f"{self.dropped_rows} rows could not be read (realvr data check says why)"] if self.dropped_rows else []
+        lines = (
+            [f"{self.dropped_rows} rows could not be read (realvr data check says why)"] if self.dropped_rows else []
+        )
         for name, sentence in told.items():
             ids: list[str] = getattr(self, name)
             if ids:
@@ -165,6 +169,15 @@ def first_of_each(pairs: Sequence[Pair], limit: int | None) -> list[Pair]:
         if seen[pair.edit] <= limit:
             kept.append(pair)
     return kept
+
+
+def fingerprint(pairs: Iterable[Pair]) -> str:
+    """SHA-256 over what is asked, in order, and the right answers; the pictures are not read."""
+    digest = hashlib.sha256()
+    for pair in pairs:
+        asked = [pair.id, pair.edit, *(view.id for view in pair.views), pair.original.question, *pair.original.choices]
+        digest.update(json.dumps([*asked, *pair.truths]).encode())
+    return digest.hexdigest()
 
 
 def unrelated(pairs: Sequence[Pair]) -> list[Pair | None]:
