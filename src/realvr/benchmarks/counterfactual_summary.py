@@ -169,8 +169,8 @@ def report(summary: dict[str, Any], title: str) -> str:
     """The whole summary in Markdown."""
     parts = [f"# Paired counterfactual behavior: {title}\n", markdown(HEADER, table_rows(summary))]
     parts.append(
-        "Percent, counts in parentheses. A0, A1, change and correct flip are over C, false flip over U, parsed over all "
-        "views; macro is the mean over edits. Intervals are in the CSV and JSON files.\n"
+        "Percent, counts in parentheses. A0, A1, change and correct flip are over C, false flip over U, parsed over "
+        "all views; macro is the mean over edits. Intervals are in the CSV and JSON files.\n"
     )
     names = ["protocol", "edit", *DIAGNOSTIC_RATES.values()]
     rows = [

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.types import Prompt
+from realvr.benchmarks.model_responder import prompt_hash
 from realvr.benchmarks.pair_files import Journal, Record
 from realvr.benchmarks.pairs import Pair
 from realvr.data.sample import Sample
@@ -36,12 +37,16 @@ ORIGINAL, EDITED, UNRELATED = range(3)
 
 @dataclass
 class Views:
-    """P pairs read in one batch. Row ``stride * p + v`` is view v (original, edited, unrelated) of pair p."""
+    """P pairs read in one batch of R rows. Equal prompts share a row, so that equal views have equal latents to the last
+    bit."""
 
     pairs: list[Pair]
     controls: list[Pair | None]
     stride: int
+    """Views of a pair: original, edited and, where there is a control, unrelated."""
     prompts: list[Prompt] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    """Row of each view, pair by pair."""
     prompt: State | None = None
     """After the prompts, before the span."""
     after: State | None = None
@@ -51,7 +56,8 @@ class Views:
     """Pairs that could not be read, and why; they have no rows."""
 
     def row(self, pair: int, view: int) -> int:
-        return self.stride * pair + view
+        """Row of a view of a pair."""
+        return self.rows[self.stride * pair + view]
 
 
 @torch.no_grad()
@@ -59,6 +65,7 @@ def read_views(backbone: Backbone, pairs: Sequence[Pair], controls: Sequence[Pai
     """Prefill and free-running span of every view, in one batch; each view is a conversation of its own."""
     stride = 3 if all(control is not None for control in controls) else 2
     views = Views([], [], stride)
+    seen: dict[str, int] = {}
     for pair, control in zip(pairs, controls, strict=True):
         try:
             prompts = _prompts(backbone, pair, control if stride == 3 else None, latents)
@@ -67,7 +74,11 @@ def read_views(backbone: Backbone, pairs: Sequence[Pair], controls: Sequence[Pai
             continue
         views.pairs.append(pair)
         views.controls.append(control)
-        views.prompts += prompts
+        for prompt in prompts:
+            row = seen.setdefault(prompt_hash(prompt), len(views.prompts))
+            views.rows.append(row)
+            if row == len(views.prompts):
+                views.prompts.append(prompt)
     if views.prompts:
         views.prompt, _ = prefill(backbone, backbone.batch(views.prompts))
         views.after, views.latents_RKD = think(backbone, views.prompt, latents)
