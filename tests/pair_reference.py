@@ -17,7 +17,8 @@ from realvr.data.sample import Sample
 def question(sample: Sample, pictures: Sample | None = None) -> Turn:
     """The user's turn, worded here: question, lettered options, instruction."""
     lines = [sample.question, *(f"({letter}) {text}" for letter, text in zip("ABCDEFGH", sample.choices, strict=False))]
-    lines.append("Answer with the letter of the option inside <answer> and </answer>.")
+    letters = "Answer with the letter of the option inside <answer> and </answer>."
+    lines.append(letters if sample.choices else "Put the final answer inside <answer> and </answer>.")
     return Turn("user", "\n".join(lines), [image.open() for image in (pictures or sample).images])
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from helpers import tolerance
 from pair_cases import world_pairs, world_samples
-from pair_reference import greedy, mean_logprob, question, readout
+from pair_reference import content, greedy, mean_logprob, question, readout
 from realvr.backbone import Backbone
 from realvr.benchmarks.exchange import ExchangeOptions, exchange_pairs
 from realvr.benchmarks.exchange_summary import record_key, summarise_exchange
@@ -46,6 +46,11 @@ def changed_pairs(count: int) -> list[Pair]:
     return found[:count]
 
 
+def free_answers(one: Pair, original: str, edited: str) -> Pair:
+    views = (replace(view, choices=[], answer=y) for view, y in zip(one.views, (original, edited), strict=True))
+    return Pair(one.edit, *views)
+
+
 def by_key(records: list[Any]) -> dict[Any, Any]:
     found = {record_key(record): record for record in records}
     assert len(found) == len(records)
@@ -53,8 +58,14 @@ def by_key(records: list[Any]) -> dict[Any, Any]:
 
 
 def test_every_condition_is_the_stock_model_on_the_mixed_span(pair: Any) -> None:
-    """Texts, scores, contrast and positions of all conditions, for both directions of two pairs in one batch."""
+    """Texts, scores, contrast and positions of all conditions, for both directions of two pairs in one batch.
+
+    The second has free answers of several tokens, of different length.
+    """
     pairs = changed_pairs(2)
+    pairs[1] = free_answers(pairs[1], "two small gray circles", "none at all")
+    lengths = [len(content(pair, answer)[1]) for answer in pairs[1].truths]
+    assert min(lengths) > 1 and lengths[0] != lengths[1]
     controls = unrelated(pairs)
     records = exchange_pairs(pair.ours, pairs, controls, OPTIONS)
     names = {("unmodified", "none", 0), ("sham", "full", K), ("swap", "full", K), ("unrelated", "full", K)}

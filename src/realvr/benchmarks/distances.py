@@ -37,8 +37,7 @@ ORIGINAL, EDITED, UNRELATED = range(3)
 
 @dataclass
 class Views:
-    """P pairs read in one batch of R rows. Equal prompts share a row, so that equal views have equal latents to the last
-    bit."""
+    """P pairs read in one batch of R rows. Equal prompts share a row, so equal views have the same latents."""
 
     pairs: list[Pair]
     controls: list[Pair | None]
