@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from realvr.benchmarks.statistics import interval
+
 _Z = 1.959963984540054  # two-sided 95 % of a normal distribution
 RESAMPLES = 2000
 _SEED = 0
@@ -39,9 +41,9 @@ def macro(rates: Sequence[Rate]) -> dict[str, Any]:
     rng = np.random.default_rng(_SEED)
     # Resampling n zeros and ones with replacement is a binomial draw of their sum.
     drawn = np.mean([rng.binomial(one["of"], one["rate"], RESAMPLES) / one["of"] for one in known], axis=0)
-    low, high = np.percentile(drawn, [2.5, 97.5])
+    low, high = interval(drawn)
     mean = sum(one["rate"] for one in known) / len(known)
-    return {"edits": len(known), "rate": mean, "low": float(low), "high": float(high)}
+    return {"edits": len(known), "rate": mean, "low": low, "high": high}
 
 
 def mean(values: Sequence[float]) -> dict[str, Any]:
@@ -53,8 +55,8 @@ def mean(values: Sequence[float]) -> dict[str, Any]:
     several = max(1, 2**22 // len(array))  # resamples drawn at once: 32 MB of indices
     sizes = [min(several, RESAMPLES - start) for start in range(0, RESAMPLES, several)]
     drawn = np.concatenate([array[rng.integers(0, len(array), (size, len(array)))].mean(1) for size in sizes])
-    low, high = np.percentile(drawn, [2.5, 97.5])
-    return {"mean": float(array.mean()), "low": float(low), "high": float(high), "pairs": len(array)}
+    low, high = interval(drawn)
+    return {"mean": float(array.mean()), "low": low, "high": high, "pairs": len(array)}
 
 
 def percent(found: dict[str, Any], counts: bool = True) -> str:

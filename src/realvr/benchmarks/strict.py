@@ -53,8 +53,10 @@ _LABELS = (
     re.compile(r"(?<!\w)[(\[]([A-Za-z])[)\]]"),
     re.compile(r"^[ \t]*([A-Z])(?:[.:)](?=\s|$)|[ \t]*$)|^[ \t]*([a-z])\)(?=\s|$)", re.MULTILINE),
     re.compile(r"\b(?:[Oo]ption|[Cc]hoice) ([A-Z])\b"),
-    re.compile(r"[,:;.]\s+([A-Z])\.?\s*\Z"),
 )
+_LAST = re.compile(r"(?:[,:;.]|\b(?:so|thus|hence|therefore))\s+[A-Z]\.?\s*\Z", re.IGNORECASE)
+_ENDS = re.compile(r"(?<![\w'’])([A-Z])[.!?\"')]*\s*\Z")
+_CAPITAL = re.compile(r"(?<![\w'’])([B-HJ-Z]|A(?! [a-z]))(?![\w'’])")
 _DENIED = re.compile(
     r"(?:\bnot|n['’]t|\bneither|\bnor|\bthan|\bexcept|\beliminate|\brules? out)(?:\W+\w+){0,2}\W*$", re.I
 )
@@ -138,9 +140,10 @@ def _found(match: re.Match[str]) -> _Found:
 
 def _labels(text: str) -> list[_Found]:
     """Letters written as labels, in order: in brackets, with a stop at the start of a line, after "option", or alone at
-    the end."""
+    the end, where every other lone capital counts as well."""
+    patterns = (*_LABELS, _CAPITAL) if _LAST.search(text) else _LABELS
     found = []
-    for pattern in _LABELS:
+    for pattern in patterns:
         for match in pattern.finditer(text):
             group = match.lastindex or 1
             found.append(_Found(match[group].upper(), match.start(group), match.end(group)))
@@ -195,7 +198,13 @@ def _by_text(text: str, options: Sequence[str]) -> str | None:
                 return None
             taken.append((start, end))
             named.add(letter)
-    return named.pop() if len(named) == 1 else None
+    if len(named) != 1:
+        return None
+    letter = named.pop()
+    # "It looks red, I would say B" names two options unless the letter belongs to the option's text ("Point B").
+    last = _ENDS.search(text)
+    inside = last is not None and any(end >= len(folded.rstrip(".!?\"') ")) for _, end in taken)
+    return None if last and not inside and last[1] != letter else letter
 
 
 def _words(option: str) -> str:

@@ -1,0 +1,177 @@
+"""``realvr score`` and ``realvr compare`` through the command line, on files as an evaluation leaves them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realvr.benchmarks.records import Prediction, write_predictions
+from realvr.cli import main
+
+
+def prediction(question: int, right: bool, bench: str = "mmvp", **fields: Any) -> Prediction:
+    base = {
+        "condition": "own",
+        "latents": 4,
+        "seed": 0,
+        "answer": "A",
+        "choices": ["x", "y"],
+        "pair": str(question // 2),
+    }
+    letter = "A" if right else "B"
+    made = {"text": f"<answer>{letter}</answer>", "extracted": letter, "correct": right, "images": [f"{question}.jpg"]}
+    return Prediction(bench, str(question), **(base | made | fields))
+
+
+def run(folder: Path, right: int, total: int = 10, **fields: Any) -> Path:
+    """A run with ``right`` of ``total`` questions answered correctly."""
+    folder.mkdir(parents=True)
+    write_predictions(folder / "predictions.jsonl", [prediction(n, n < right, **fields) for n in range(total)])
+    return folder
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_score_writes_three_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run(tmp_path / "run", 6)
+    (folder / "eval.json").write_text(json.dumps({"responder": {"latents": 4}, "expected": {"mmvp": 12}}))
+    assert main(["score", str(folder), "--beside", "ReaLVR@Qwen2.5-VL-7B"]) == 0
+    out = capsys.readouterr().out
+    assert "60.0" in out and "incomplete 10/12" in out and "strict" in out
+    entry = summary(folder)["benches"]["mmvp"]
+    assert (entry["headline"], entry["n"], entry["complete"]) == (60.0, 10, False)
+    lines = list(csv.DictReader((folder / "summary.csv").open()))
+    assert [(line["benchmark"], line["condition"], line["score"]) for line in lines[:2]] == [
+        ("mmvp", "own", "60.0"),
+        ("mmvp", "published, not measured", "72.0"),
+    ]
+    text = (folder / "summary.md").read_text()
+    assert "ReaLVR on Qwen2.5-VL-7B (published, not measured)" in text
+    assert "| MMVP (incomplete 10/12) | 60.0 |" in text and "72.0 ± 0.4 |" in text
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        ["eval.json", "predictions.jsonl", "summary.csv", "summary.json", "summary.md"]
+    )
+
+
+def test_shards_torn_lines_and_conditions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run(tmp_path / "run", 2, total=4)
+    more = [prediction(n, True) for n in range(4, 8)] + [prediction(n, n == 0, latents=0) for n in range(8)]
+    write_predictions(folder / "predictions.1.jsonl", more)
+    with (folder / "predictions.1.jsonl").open("a") as file:
+        file.write(prediction(8, True).to_json()[:40])
+    assert main(["score", str(folder), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == summary(folder)
+    entry = printed["benches"]["mmvp"]
+    assert printed["trained_latents"] == 4
+    assert (entry["headline"], entry["ablation"]["none"]["difference"]) == (75.0, -62.5)
+    table = (folder / "summary.md").read_text()
+    assert "| MMVP | -62.5 | 0.0 | 4 |" in table
+
+
+def test_score_again_under_another_policy(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", 6)
+    assert main(["score", str(folder), "--policy", "vlmevalkit"]) == 0
+    entry = summary(folder)["benches"]["mmvp"]
+    assert (entry["headline"], entry["coverage"], entry["policy"]) == (0.0, 0.0, "vlmevalkit")
+    assert main(["score", str(folder)]) == 0
+    assert summary(folder)["benches"]["mmvp"]["headline"] == 60.0
+
+
+def test_several_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, right in (("seed0", 4), ("seed1", 6), ("seed2", 8)):
+        run(tmp_path / "all" / name, right)
+    assert main(["score", str(tmp_path / "all")]) == 0
+    assert "60.0 ± 20.0" in capsys.readouterr().out
+    total = summary(tmp_path / "all")
+    assert total["checkpoints"] == ["seed0", "seed1", "seed2"]
+    assert total["benches"]["mmvp"]["values"] == {"seed0": 40.0, "seed1": 60.0, "seed2": 80.0}
+    assert summary(tmp_path / "all" / "seed1")["benches"]["mmvp"]["headline"] == 60.0
+
+
+def test_what_cannot_be_scored_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run(tmp_path / "run", 6)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    hollow = run(tmp_path / "hollow", 0, total=0)
+    broken = run(tmp_path / "broken", 1)
+    (broken / "eval.json").write_text("[1]")
+    for arguments, said in (
+        (["score", str(tmp_path / "nowhere")], "not a folder"),
+        (["score", str(empty)], "no predictions.jsonl"),
+        (["score", str(hollow)], "predictions are empty"),
+        (["score", str(broken)], "eval.json: not the record"),
+        (["score", str(folder), "--policy", "best"], "'best' is not an extraction policy"),
+        (["score", str(folder), "--beside", "ReaLVR"], "not a published row"),
+        (["score", str(folder), "--resamples", "0"], "--resamples is 0"),
+        (["compare", str(folder), str(empty)], "no predictions.jsonl"),
+    ):
+        assert main(arguments) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = run(tmp_path / "a", 5), tmp_path / "b"
+    second.mkdir()
+    rows = [prediction(n, n in (0, 5, 6, 7, 8, 9), latents=8) for n in range(1, 12)]
+    write_predictions(second / "predictions.jsonl", rows)
+    assert main(["compare", str(first), str(second), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    entry = result["benches"]["mmvp"]
+    # Questions 1 to 9 are in both: the first run has 1 to 4 right, the second 5 to 9.
+    assert (entry["common"], entry["only_in_first"], entry["only_in_second"]) == (9, 1, 2)
+    assert (entry["only_first"], entry["only_second"]) == (4, 5)
+    assert entry["p"] == 1.0
+    assert entry["difference"] == pytest.approx(100 / 9)
+    assert entry["difference_ci"][0] < 100 / 9 < entry["difference_ci"][1]
+    assert result["warnings"] == []
+    assert main(["compare", str(first), str(second)]) == 0
+    out = capsys.readouterr().out
+    assert "+11.1" in out and "4 / 5" in out
+    assert "1 questions only in a, 2 only in b" in " ".join(out.split())
+
+
+def test_compare_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = run(tmp_path / "a", 5, prompt="p")
+    other = run(tmp_path / "b", 5, prompt="q", answer="B", policy="lvr", images=["x.jpg"])
+    assert main(["compare", str(first), str(other)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for what in ("right answer", "image list", "encoded prompt", "extraction policy"):
+        assert f"the {what} differs in 10 of 10" in out
+    assert "options differs" not in out
+
+
+def test_nothing_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, other = run(tmp_path / "a", 5), run(tmp_path / "b", 5, bench="blink")
+    assert main(["compare", str(first), str(other)]) == 2
+    assert "no question in common: the first has mmvp (10), the second blink (10)" in capsys.readouterr().err
+
+
+def test_five_task_mean_of_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("mmvp", "blink", "hrbench-4k", "hrbench-8k", "mme-realworld-lite")
+    for folder, right in (("a", 5), ("b", 7)):
+        (tmp_path / folder).mkdir()
+        rows = [prediction(n, n < right, bench=name) for name in names for n in range(10)]
+        write_predictions(tmp_path / folder / "predictions.jsonl", rows)
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
+    five = json.loads(capsys.readouterr().out)["five_task_mean"]
+    assert (five["first"], five["second"], five["difference"]) == pytest.approx((50, 70, 20))
+    # The mean of five independent tasks is known better than one of them: a fifth of the variance.
+    low, high = five["difference_ci"]
+    assert 15 < high - low < 32
+
+
+def test_no_torch(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", 6)
+    code = (
+        f"import sys; from realvr.cli import main; main(['score', {str(folder)!r}]); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
