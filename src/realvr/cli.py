@@ -42,6 +42,10 @@ COMMANDS: dict[str, Command] = {
         "realvr.benchmarks.eval_command", "evaluate", "Checkpoints on benchmarks, span ablations included."
     ),
     "benchmarks": Command("realvr.benchmarks.benchmarks_command", "benchmarks", "Files, rules and citations of each."),
+    "counterfactual": Command(
+        "realvr.benchmarks.pairs_command", "counterfactual", "Do answers follow edits of the picture?"
+    ),
+    "exchange": Command("realvr.benchmarks.pairs_command", "exchange", "Do answers follow latents swapped in a pair?"),
     "score": Command("realvr.benchmarks.score_command", "score", "Scores with intervals from saved predictions."),
     "compare": Command("realvr.benchmarks.score_command", "compare", "Two evaluations, question by question."),
     "demo": Command("realvr.commands.demo", "demo", "A model of each family answers a question through the real path."),

@@ -1,0 +1,153 @@
+"""How far an edit moves the latent span: cosine distances between independent single-turn spans.
+
+For each pair: the original picture, the edited one, and, as the control that tells how much any other picture moves it,
+the picture of an unrelated pair, all under the pair's question.
+
+* ``latent`` ("LVR distance"): between the latents' means over the K slots.
+* ``final`` ("final distance"): between the final hidden representations. The paper does not define the latter; here it
+  is the hidden state after the final norm at ``<|lvr_end|>``, from which the first token of the answer is decoded (with
+  K = 0: at the end of the prompt).
+
+Distances are computed in float64, from states in the model's own number format: a distance near the rounding of
+bfloat16 (eight bits) says nothing, so measure in float32 where distances are as small as the paper's for LVR.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from realvr.backbone.backbone import Backbone
+from realvr.backbone.types import Prompt
+from realvr.benchmarks.model_responder import prompt_hash
+from realvr.benchmarks.pair_files import Journal, Record
+from realvr.benchmarks.pairs import Pair
+from realvr.data.sample import Sample
+from realvr.errors import UserError
+from realvr.latent.engine import prefill, think
+from realvr.latent.state import State
+from realvr.training.examples import conversation
+
+ORIGINAL, EDITED, UNRELATED = range(3)
+
+
+@dataclass
+class Views:
+    """P pairs read in one batch of R rows. Equal prompts share a row, so equal views have the same latents."""
+
+    pairs: list[Pair]
+    controls: list[Pair | None]
+    stride: int
+    """Views of a pair: original, edited and, where there is a control, unrelated."""
+    prompts: list[Prompt] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    """Row of each view, pair by pair."""
+    prompt: State | None = None
+    """After the prompts, before the span."""
+    after: State | None = None
+    """After ``<|lvr_end|>``."""
+    latents_RKD: Tensor | None = None
+    errors: list[tuple[Pair, str]] = field(default_factory=list)
+    """Pairs that could not be read, and why; they have no rows."""
+
+    def row(self, pair: int, view: int) -> int:
+        """Row of a view of a pair."""
+        return self.rows[self.stride * pair + view]
+
+
+@torch.no_grad()
+def read_views(backbone: Backbone, pairs: Sequence[Pair], controls: Sequence[Pair | None], latents: int) -> Views:
+    """Prefill and free-running span of every view, in one batch; each view is a conversation of its own."""
+    stride = 3 if all(control is not None for control in controls) else 2
+    views = Views([], [], stride)
+    seen: dict[str, int] = {}
+    for pair, control in zip(pairs, controls, strict=True):
+        try:
+            prompts = _prompts(backbone, pair, control if stride == 3 else None, latents)
+        except UserError as error:
+            views.errors.append((pair, str(error)))
+            continue
+        views.pairs.append(pair)
+        views.controls.append(control)
+        for prompt in prompts:
+            row = seen.setdefault(prompt_hash(prompt), len(views.prompts))
+            views.rows.append(row)
+            if row == len(views.prompts):
+                views.prompts.append(prompt)
+    if views.prompts:
+        views.prompt, _ = prefill(backbone, backbone.batch(views.prompts))
+        views.after, views.latents_RKD = think(backbone, views.prompt, latents)
+    return views
+
+
+def _prompts(backbone: Backbone, pair: Pair, control: Pair | None, latents: int) -> list[Prompt]:
+    def encode(sample: Sample, pictures: Sample) -> Prompt:
+        if len(sample.images) != len(pictures.images):
+            raise UserError(f"{sample.id}: {pictures.id} has another number of pictures and cannot be its control")
+        prompt = backbone.prompt(conversation(sample, [backbone.processor(image.open()) for image in pictures.images]))
+        if len(prompt) + latents + 3 > backbone.context_length:  # two markers, and one token to answer with
+            raise UserError(f"{sample.id}: {len(prompt)} tokens leave no room for {latents} latents and an answer")
+        return prompt
+
+    found = [encode(pair.original, pair.original), encode(pair.edited, pair.edited)]
+    return [*found, encode(pair.original, control.original)] if control is not None else found
+
+
+def measure_all(
+    backbone: Backbone,
+    pairs: Sequence[Pair],
+    controls: Sequence[Pair | None],
+    journal: Journal,
+    latents: int,
+    batch: int,
+    advance: Callable[[int], None] = lambda pairs: None,
+) -> None:
+    """Distances of the pairs that the journal (distances.jsonl, keyed by pair) lacks."""
+    for start in range(0, len(pairs), batch):
+        chunk = slice(start, start + batch)
+        if any(pair.id not in journal.done for pair in pairs[chunk]):
+            journal.add(measure(read_views(backbone, pairs[chunk], controls[chunk], latents)))
+        advance(len(pairs[chunk]))
+
+
+def measure(views: Views) -> list[Record]:
+    """One record per pair: the distances from the original to the edited and to the unrelated view."""
+    records = [_record(pair, None, error=error) for pair, error in views.errors]
+    for number, (pair, control) in enumerate(zip(views.pairs, views.controls, strict=True)):
+        assert views.after is not None and views.latents_RKD is not None
+        rows = [views.row(number, view) for view in range(views.stride)]
+        final = views.after.last_BD[rows]
+        found = {"final": _from_first(final)}
+        if views.latents_RKD.shape[1]:
+            found["latent"] = _from_first(views.latents_RKD[rows].double().mean(1))
+        values = {}
+        for name, distances in found.items():
+            values[name] = distances[0]
+            if views.stride == 3:
+                values[f"{name}_unrelated"] = distances[1]
+        records.append(_record(pair, control, values))
+    return records
+
+
+def _from_first(vectors_VD: Tensor) -> list[float]:
+    """Cosine distances of the first vector to each of the others."""
+    first, *others = vectors_VD.double()
+    return [max(0.0, 1.0 - float(F.cosine_similarity(first, other, dim=0))) for other in others]
+
+
+def _record(
+    pair: Pair, control: Pair | None, values: dict[str, float] | None = None, error: str | None = None
+) -> Record:
+    names = ("latent", "latent_unrelated", "final", "final_unrelated")
+    return {
+        "pair": pair.id,
+        "edit": pair.edit,
+        "changed": pair.changed,
+        **{name: (values or {}).get(name) for name in names},
+        "unrelated": control.id if control is not None else None,
+        "error": error,
+    }

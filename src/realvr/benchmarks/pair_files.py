@@ -1,0 +1,122 @@
+"""Files of a pair evaluation: records appended as they come, the settings they were made with, and tables.
+
+A record file survives a kill at any moment: a batch of lines is written and synced at once, and a last line without a
+line break is cut off before anything is appended. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from realvr.errors import UserError
+
+Record = dict[str, Any]
+
+
+class Journal:
+    """A JSONL file of records with distinct keys, to be continued after a kill.
+
+    ``key`` gives the key of a record; what has one already is not written again.
+    """
+
+    def __init__(self, path: Path, key: Callable[[Record], Hashable]) -> None:
+        self.path = path
+        self.key = key
+        self.records = read_records(path, key) if path.exists() else []
+        self.done = {key(record) for record in self.records}
+        if path.exists():
+            _cut_partial_line(path)
+
+    def add(self, records: Iterable[Record]) -> None:
+        """Append those whose key is new, and sync."""
+        fresh = [record for record in records if self.key(record) not in self.done]
+        if not fresh:
+            return
+        with self.path.open("a", encoding="utf-8") as target:
+            target.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in fresh)
+            target.flush()
+            os.fsync(target.fileno())
+        self.records += fresh
+        self.done |= {self.key(record) for record in fresh}
+
+
+def read_records(path: Path, key: Callable[[Record], Hashable]) -> list[Record]:
+    """Whole lines of a record file, in order; of records with the same key the first stands."""
+    found: dict[Hashable, Record] = {}
+    with path.open(encoding="utf-8") as source:
+        for number, line in enumerate(source, 1):
+            if not line.endswith("\n"):
+                break
+            try:
+                record = json.loads(line)
+                found.setdefault(key(record), record)
+            except (ValueError, TypeError, KeyError) as error:
+                raise UserError(
+                    f"{path}, line {number}: not a record ({error}); delete the line to run it again"
+                ) from None
+    return list(found.values())
+
+
+def _cut_partial_line(path: Path) -> None:
+    with path.open("rb+") as file:
+        data = file.read()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            file.truncate(whole)
+
+
+def claim(folder: Path, name: str, settings: dict[str, Any]) -> None:
+    """Remember the settings in ``folder/name``; refuse a folder whose records were made with others."""
+    note = folder / name
+    settings = json.loads(json.dumps(settings))
+    try:
+        if note.exists():
+            before = json.loads(note.read_text(encoding="utf-8"))
+            changes = _changes(before, settings)
+            if changes:
+                raise UserError(
+                    f"{folder} holds results with other settings ({'; '.join(changes[:4])}): "
+                    "name another --out, or remove the folder to start again"
+                )
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = note.with_suffix(".tmp")
+        temporary.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        temporary.replace(note)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{note}: cannot be used ({error})") from None
+
+
+def _changes(before: Any, now: Any, name: str = "") -> list[str]:
+    """What differs, in words."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = [*before, *(key for key in now if key not in before)]
+        return [line for key in keys for line in _changes(before.get(key), now.get(key), f"{name}.{key}".lstrip("."))]
+    return [] if before == now else [f"{name} was {json.dumps(before)}, now {json.dumps(now)}"]
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replace a file as a whole."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """One line per row; the columns are those of all rows, in order of appearance."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    with path.open("w", encoding="utf-8", newline="") as target:
+        writer = csv.DictWriter(target, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"

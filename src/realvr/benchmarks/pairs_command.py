@@ -1,0 +1,294 @@
+"""``realvr counterfactual`` and ``realvr exchange``: what edited pictures do to answers and to latent spans."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from realvr.benchmarks import counterfactual_summary, exchange_summary
+from realvr.benchmarks.extract import POLICIES
+from realvr.benchmarks.pair_files import Journal, Record, claim, write_csv, write_json
+from realvr.benchmarks.pairs import Pair, PairReport, fingerprint, read_pairs, unrelated
+from realvr.errors import UserError
+
+if TYPE_CHECKING:
+    from realvr.benchmarks.model_responder import ModelResponder
+
+Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL", help_behavior_hint="(required)")]
+Data = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DATA", help_behavior_hint="(required)")]
+
+
+def counterfactual(
+    model: Model,
+    data: Data,
+    out: Path,
+    protocol: tuple[Literal["two-turn", "separate"], ...] = ("two-turn", "separate"),
+    first_span: tuple[Literal["keep", "drop"], ...] = ("keep", "drop"),
+    limit: int | None = None,
+    latents: int | None = None,
+    distances: bool = True,
+    policy: str = "strict",
+    batch: int = 8,
+    max_new: int = 192,
+    min_tokens: int | None = None,
+    max_tokens: int | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> int:
+    """Ask a model about original and edited pictures and count how its answers follow the edit.
+
+    Writes counterfactual.jsonl (every answer) and distances.jsonl as it goes, then the tables counterfactual.json, .md
+    and .csv. The same command again continues where a run was stopped; another protocol adds to the same folder.
+
+    Examples:
+      realvr world make runs/world --split counterfactual
+      realvr counterfactual runs/model runs/world/counterfactual/samples.jsonl --out runs/pairs
+      realvr counterfactual runs/direct pairs.jsonl --out runs/direct-pairs --latents 0 --protocol separate
+
+    Args:
+        model: Directory of a checkpoint, or a hub id.
+        data: File or folder with pairs: samples that share `pair`, with tags view and edit.
+        out: Folder for records and tables.
+        protocol: two-turn asks about both pictures in one conversation (the paper), separate in two.
+        first_span: Whether the first reply's latent span stays in the context of the second turn (two-turn only).
+        limit: At most so many pairs of each edit.
+        latents: Number of latent slots K; by default the checkpoint's, and 0 for a model never trained with a span.
+        distances: Also measure how far the edit moves the latent span.
+        policy: How answers are read out of text: strict, or the rules of a public harness.
+        batch: Pairs per batch.
+        max_new: At most this many new tokens per answer.
+        min_tokens: Fewest visual tokens per image (families with variable grids).
+        max_tokens: Most visual tokens per image (families with variable grids).
+        device: cpu, cuda, cuda:1, …; by default the GPU where there is one.
+        dtype: float32, bfloat16, float16; by default the checkpoint's own.
+    """
+    _check(batch=batch)
+    _check_policy(policy)
+    if latents is not None and latents < 0:
+        raise UserError(f"--latents is {latents}: the number of latent slots cannot be negative")
+    for name, value in (("protocol", protocol), ("first-span", first_span)):
+        if not value:
+            raise UserError(f"--{name} is empty: name at least one")
+    pairs, found = read_pairs(data, limit)
+    _tell(found)
+    responder = _responder(model, max_new, min_tokens, max_tokens, device, dtype)
+    count = _latents(model, responder, latents)
+    settings = _settings(responder, data, pairs, found, count, policy, limit)
+    claim(out, "counterfactual_settings.json", settings)
+    from realvr.benchmarks.counterfactual import PairOptions, ask_all
+    from realvr.benchmarks.distances import measure_all
+
+    answers = Journal(out / "counterfactual.jsonl", counterfactual_summary.record_key)
+    moved = Journal(out / "distances.jsonl", lambda record: record["pair"])
+    options = PairOptions(count, tuple(protocol), tuple(first_span), policy, batch)
+    with _progress("pairs", len(pairs)) as advance:
+        ask_all(responder, pairs, answers, options, advance)
+    if distances:
+        with _progress("distances", len(pairs)) as advance:
+            measure_all(responder.backbone, pairs, unrelated(pairs), moved, count, batch, advance)
+    kept = {pair.id for pair in pairs}
+    summary = counterfactual_summary.summarise_pairs(_of(answers, kept), _of(moved, kept))
+    report = counterfactual_summary.report(summary, responder.name)
+    _write(out, "counterfactual", summary | {"settings": settings}, report, counterfactual_summary.csv_rows(summary))
+    _show(counterfactual_summary.HEADER, counterfactual_summary.table_rows(summary), responder.name, out)
+    return 0
+
+
+def exchange(
+    model: Model,
+    data: Data,
+    out: Path,
+    k: str = "1,2,4,8",
+    seeds: int = 3,
+    limit: int | None = None,
+    latents: int | None = None,
+    policy: str = "strict",
+    batch: int = 4,
+    rows: int = 64,
+    max_new: int = 192,
+    min_tokens: int | None = None,
+    max_tokens: int | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> int:
+    """Swap latents between the two views of a pair and see whether the answer follows them.
+
+    Picture, question and the other latents stay those of the recipient. Writes exchange.jsonl (every answer) as it
+    goes, then the tables exchange.json, .md and .csv. The same command again continues where a run was stopped.
+
+    Examples:
+      realvr exchange runs/model runs/world/counterfactual/samples.jsonl --out runs/exchange
+      realvr exchange runs/model pairs.jsonl --out runs/exchange --k 1,2,4 --seeds 5 --limit 100
+
+    Args:
+        model: Directory of a checkpoint that was trained with latent slots, or a hub id.
+        data: File or folder with pairs: samples that share `pair`, with tags view and edit.
+        out: Folder for records and tables.
+        k: How many positions are replaced, separated by commas; the whole span is always replaced as well.
+        seeds: Random selections of positions for each k.
+        limit: At most so many pairs of each edit, before those with an unchanged answer are left out.
+        latents: Number of latent slots K; by default the checkpoint's.
+        policy: How answers are read out of text: strict, or the rules of a public harness.
+        batch: Pairs read together.
+        rows: Spans decoded together; each holds a copy of its prompt's keys and values.
+        max_new: At most this many new tokens per answer.
+        min_tokens: Fewest visual tokens per image (families with variable grids).
+        max_tokens: Most visual tokens per image (families with variable grids).
+        device: cpu, cuda, cuda:1, …; by default the GPU where there is one.
+        dtype: float32, bfloat16, float16; by default the checkpoint's own.
+    """
+    _check(batch=batch, rows=rows, seeds=seeds)
+    _check_policy(policy)
+    ks = parse_ks(k)
+    pairs, found = read_pairs(data, limit)
+    _tell(found)
+    changed = [pair for pair in pairs if pair.changed]
+    if not changed:
+        raise UserError(f"{data}: the right answer changes in none of its {len(pairs)} pairs; there is nothing to swap")
+    responder = _responder(model, max_new, min_tokens, max_tokens, device, dtype)
+    count = responder.latents if latents is None else latents
+    if responder.latents == 0 or count < 1:
+        raise UserError(
+            f"{model} has no trained latent span (K = {min(count, responder.latents)}), so there is nothing to swap: "
+            "train Stage 1 first (realvr train sft), and do not ask for --latents 0"
+        )
+    if any(one > count for one in ks):
+        _note(f"k = {', '.join(str(one) for one in ks if one > count)} is more than the K = {count} slots: left out")
+    from realvr.benchmarks.exchange import ExchangeOptions, exchange_all
+
+    options = ExchangeOptions(count, ks, seeds, policy, responder.sampling, batch, rows)
+    settings = _settings(responder, data, pairs, found, count, policy, limit) | {"k": list(ks), "seeds": seeds}
+    claim(out, "exchange_settings.json", settings)
+    journal = Journal(out / "exchange.jsonl", exchange_summary.record_key)
+    with _progress("pairs", len(changed)) as advance:
+        exchange_all(responder.backbone, changed, unrelated(changed), journal, options, advance)
+    summary = exchange_summary.summarise_exchange(journal.records)
+    report = exchange_summary.report(summary, responder.name)
+    _write(out, "exchange", summary | {"settings": settings}, report, exchange_summary.csv_rows(summary))
+    _show(exchange_summary.HEADER, exchange_summary.table_rows(summary), responder.name, out)
+    return 0
+
+
+# ---------------------------------------------------------------------- shared by both
+
+
+def parse_ks(text: str) -> tuple[int, ...]:
+    """``1,2,4`` as numbers, ascending, each once."""
+    try:
+        found = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise UserError(f"--k is {text!r}: write numbers of positions separated by commas, such as 1,2,4") from None
+    if found[0] < 1:
+        raise UserError(f"--k is {text!r}: at least one position is replaced")
+    return tuple(found)
+
+
+def _check(**numbers: int) -> None:
+    for name, value in numbers.items():
+        if value < 1:
+            raise UserError(f"--{name} is {value}: it must be at least 1")
+
+
+def _check_policy(policy: str) -> None:
+    if policy not in POLICIES:
+        raise UserError(f"--policy is '{policy}': choose one of {', '.join(POLICIES)}")
+
+
+def _note(text: str) -> None:
+    print(f"realvr: note: {text}", file=sys.stderr)
+
+
+def _tell(found: PairReport) -> None:
+    for line in found.lines():
+        _note(line)
+
+
+def _responder(
+    model: str,
+    max_new: int,
+    min_tokens: int | None,
+    max_tokens: int | None,
+    device: str | None,
+    dtype: str | None,
+) -> ModelResponder:
+    from realvr.backbone.backbone import Backbone
+    from realvr.benchmarks.model_responder import ModelResponder
+    from realvr.commands.quiet import quiet_transformers
+    from realvr.latent.sampling import Sampling
+
+    sampling = Sampling(temperature=0.0, max_new=max_new)
+    quiet_transformers()
+    backbone = Backbone.load(model, device=device, dtype=dtype, min_tokens=min_tokens, max_tokens=max_tokens)
+    return ModelResponder(backbone, sampling, path=model)
+
+
+def _latents(model: str, responder: ModelResponder, asked: int | None) -> int:
+    """K to ask with: what was asked for where that makes sense, else the checkpoint's."""
+    if asked and responder.backbone.markers_added:
+        raise UserError(
+            f"{model} was never trained with latent slots, so --latents {asked} would read untrained markers: "
+            "use --latents 0, or train Stage 1 first (realvr train sft)"
+        )
+    if asked is None and responder.backbone.markers_added:
+        _note(f"{model} was never trained with latent slots: it answers directly, K = 0")
+    return responder.latents if asked is None else asked
+
+
+def _settings(
+    responder: ModelResponder,
+    data: Path,
+    pairs: Sequence[Pair],
+    found: PairReport,
+    latents: int,
+    policy: str,
+    limit: int | None,
+) -> dict[str, Any]:
+    """What decides the records. Protocols are not among it: each record names its own."""
+    return {
+        "model": responder.describe(),
+        "data": str(data),
+        "pairs": len(pairs),
+        "questions": fingerprint(pairs),
+        "left_out": found.counts(),
+        "limit": limit,
+        "latents": latents,
+        "policy": policy,
+    }
+
+
+@contextmanager
+def _progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda count: progress.advance(task, count)
+
+
+def _of(journal: Journal, pairs: set[str]) -> list[Record]:
+    return [record for record in journal.records if record["pair"] in pairs]
+
+
+def _write(out: Path, name: str, summary: dict[str, Any], report: str, rows: Sequence[dict[str, Any]]) -> None:
+    write_json(out / f"{name}.json", summary)
+    (out / f"{name}.md").write_text(report, encoding="utf-8")
+    write_csv(out / f"{name}.csv", rows)
+
+
+def _show(header: Sequence[str], rows: Sequence[Sequence[str]], title: str, out: Path) -> None:
+    console = Console()
+    if not console.is_terminal:  # a file or pipe has no width of its own; the tables are wider than 80 columns
+        console = Console(width=150)
+    table = Table(*header, title=title)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    console.print(f"written to {out}", highlight=False, soft_wrap=True)
