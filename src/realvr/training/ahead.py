@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,12 @@ class _Made(Dataset[Any]):
 
     def __getitem__(self, order: Any) -> Any:
         return self.make(order)
+
+
+def _leave_interrupts_to_the_loop(worker: int) -> None:
+    """A forked worker has the loop's handler for Ctrl-C, and would announce a checkpoint of its own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def ahead(
