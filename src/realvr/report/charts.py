@@ -1,4 +1,4 @@
-"""Small SVG figures, drawn by hand so that they need no library, follow the page's colours and stay readable on a phone.
+"""Small SVG figures, drawn by hand: they need no library, follow the page's colours and stay readable on a phone.
 
 Every figure is 360 units wide, about as many as a phone has, so that text keeps its size. Colours are classes
 (``c0`` … ``c7``) of the page's style sheet; series also differ in dash and marker.
@@ -90,9 +90,11 @@ def forest(bars: Sequence[Bar], alt: str, x_label: str, zero: bool = True) -> Ma
     for tick in x_ticks:
         x = x_of(tick)
         strong = " zero" if tick == 0 and x_ticks[0] < 0 else ""
-        parts.append(f'<path class="grid{strong}" d="M{x:.1f} {TOP}V{bottom}"/>')
+        parts.append(f'<path class="rule{strong}" d="M{x:.1f} {TOP}V{bottom}"/>')
         parts.append(f'<text x="{x:.1f}" y="{bottom + 15}" text-anchor="middle">{_tick(tick, x_ticks)}</text>')
-    parts.append(f'<text x="{(left + WIDTH - 22) / 2:.0f}" y="{height - 6}" text-anchor="middle">{escape(x_label)}</text>')
+    parts.append(
+        f'<text x="{(left + WIDTH - 22) / 2:.0f}" y="{height - 6}" text-anchor="middle">{escape(x_label)}</text>'
+    )
     y = float(TOP)
     for name in groups:
         if name:
@@ -100,7 +102,9 @@ def forest(bars: Sequence[Bar], alt: str, x_label: str, zero: bool = True) -> Ma
             parts.append(f'<text class="strong" x="4" y="{y - 6:.1f}">{escape(name)}</text>')
         for bar in (one for one in bars if one.group == name):
             middle = y + row / 2
-            parts.append(f'<text x="{left - 10:.0f}" y="{middle + 4:.1f}" text-anchor="end">{escape(_short(bar.name))}</text>')
+            parts.append(
+                f'<text x="{left - 10:.0f}" y="{middle + 4:.1f}" text-anchor="end">{escape(_short(bar.name))}</text>'
+            )
             whisker = ""
             if bar.low is not None and bar.high is not None:
                 whisker = f'<path class="whisker" d="M{x_of(bar.low):.1f} {middle:.1f}H{x_of(bar.high):.1f}"/>'
@@ -148,17 +152,19 @@ def _axes(x_ticks, y_ticks, x_of, y_of, x_label: str, y_label: str) -> list[str]
     for tick in y_ticks:
         y = y_of(tick)
         strong = " zero" if tick == 0 and y_ticks[0] < 0 else ""
-        parts.append(f'<path class="grid{strong}" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+        parts.append(f'<path class="rule{strong}" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
         parts.append(f'<text x="{LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{_tick(tick, y_ticks)}</text>')
     for place, tick in enumerate(x_ticks):
         anchor = "end" if place == len(x_ticks) - 1 and len(x_ticks) > 1 else "middle"
         x = x_of(tick) + (8 if anchor == "end" else 0)
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="{anchor}">{_tick(tick, x_ticks)}</text>')
-    parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
-    middle = (TOP + HEIGHT - BOTTOM) / 2
+        parts.append(
+            f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="{anchor}">{_tick(tick, x_ticks)}</text>'
+        )
     parts.append(
-        f'<text transform="translate(11 {middle}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>'
+        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>'
     )
+    middle = (TOP + HEIGHT - BOTTOM) / 2
+    parts.append(f'<text transform="translate(11 {middle}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>')
     return parts
 
 
@@ -190,7 +196,4 @@ def _short(name: str) -> str:
 
 def _svg(body: str, height: int, alt: str) -> Markup:
     label = escape(alt, quote=True)
-    return Markup(
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">'
-        f"<title>{escape(alt)}</title>{body}</svg>"
-    )
+    return Markup(f'<svg class="chart" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">{body}</svg>')

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from markupsafe import Markup
 
+from realvr.report.charts import swatch
+
 DASH = "–"
 FEW_QUESTIONS = 100
 FEW_PAIRS = 30
@@ -50,10 +52,15 @@ def _data(cell: Cell | str) -> Any:
 
 @dataclass(frozen=True)
 class Key:
-    """One entry of a legend: the number decides colour, dash and marker. ``arm``: a button shows and hides it."""
+    """One entry of a legend: the number decides colour and marker."""
 
     number: int
     name: str
+    dashed: bool = False
+
+    @property
+    def swatch(self) -> Markup:
+        return swatch(self.number, self.dashed)
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ class Text:
     """A paragraph; ``kind`` sets it apart."""
 
     text: str
-    kind: Literal["plain", "warning", "command", "heading"] = "plain"
+    kind: Literal["plain", "warning", "command", "heading", "code"] = "plain"
     part: Literal["text"] = "text"
 
 
@@ -85,6 +92,7 @@ class Fold:
     title: str
     parts: Sequence[Any]
     published: bool = False
+    open: bool = False
     part: Literal["fold"] = "fold"
 
 
