@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from realvr.benchmarks.comparison import compare
+from realvr.benchmarks.extract import POLICIES
 from realvr.benchmarks.score_command import predictions_of
 from realvr.benchmarks.scoring import ABLATIONS
 from realvr.report.charts import Bar, forest
@@ -164,6 +165,7 @@ def _against(arms: Sequence[Arm], baseline: Arm) -> Table | None:
             predictions_of(second.folder),
             first_latents=first.content.get("trained_latents"),
             second_latents=second.content.get("trained_latents"),
+            policy=_policy(first, second),
         )
         cells = [difference_cell(found["benches"].get(name), p=True) for name in names]
         rows.append([arm.name, *cells, difference_cell(found.get("five_task_mean"))])
@@ -173,6 +175,12 @@ def _against(arms: Sequence[Arm], baseline: Arm) -> Table | None:
     )
     caption = f"Difference from {baseline.name}, percentage points"
     return Table(caption, ["arm", *map(title, names), "five-task mean"], rows, note) if rows else None
+
+
+def _policy(*results: Result) -> str | None:
+    """The policy behind both summaries: they may have been scored again under another one than the predictions."""
+    named = {entry["policy"] for result in results for entry in result.content["benches"].values()}
+    return named.pop() if len(named) == 1 and named <= set(POLICIES) else None
 
 
 def _with_predictions(arm: Arm) -> Result | None:
