@@ -71,10 +71,12 @@ def _answer(out: Path, name: str) -> None:
         loss = {"own": 0.0, "mean": 0.1, "other": 0.2}[record["condition"]] + (0.1 if record["latents"] == 0 else 0.0)
         letters = "ABCD"[: max(2, len(record["choices"]))]
         said = record["answer"] if rng.random() < right - loss else rng.choice(letters)
-        record["text"] = f"<answer>{said}</answer>" if rng.random() < 0.95 else "I cannot tell."
+        read = rng.random() < 0.95
+        record["text"] = f"<answer>{said}</answer>" if read else "I cannot tell."
+        record |= {"extracted": said if read else None, "correct": read and said == record["answer"]}
 
     _rewrite(out / "eval" / name / "predictions.jsonl", say)
-    _run("score", out / "eval" / name, "--policy", "strict")
+    _run("score", out / "eval" / name)
 
     def look(record: dict[str, Any]) -> None:
         record["extracted"] = [truth if rng.random() < right else "Z" for truth in record["truths"]]

@@ -134,6 +134,18 @@ def test_donor_lift_is_the_frequency_above_the_sham(tree: Element, results: Path
     assert plain(row[column(table, "evidence margin g")]) == pytest.approx(last["evidence/margin"], abs=0.00051)
 
 
+def test_differences_are_read_under_the_policy_of_the_scores(results: Path, tmp_path: Path, capsys: Any) -> None:
+    root = tmp_path / "runs"
+    for name in ("lvr-rl", "realvr"):
+        shutil.copytree(results / "eval" / name, root / name)
+        assert main(["score", str(root / name), "--policy", "vlmevalkit"]) == 0  # reads no letter inside the tags
+    assert main(["report", str(root), "--out", str(tmp_path / "out"), "--baseline", "lvr-rl"]) == 0
+    tree = read(tmp_path / "out/index.html")
+    assert [plain(row[1]) for row in tree.table("Benchmark scores, %")[1:]] == [0.0, 0.0]
+    (row,) = tree.table("Difference from lvr-rl")[1:]
+    assert plain(row[1]) == 0.0
+
+
 def test_published_numbers_are_set_apart_and_marked(tree: Element) -> None:
     marked = [one for one in tree.all("table") if "published, not measured here" in next(one.all("caption")).text()]
     assert len(marked) >= 10 and all(one.inside("published") for one in marked)
@@ -239,6 +251,10 @@ def test_the_page_needs_nothing_outside_it(tree: Element, page: Path) -> None:
 def test_structure_serves_readers_without_a_mouse_or_a_picture(tree: Element) -> None:
     levels = [int(one.tag[1]) for one in tree.all() if re.fullmatch("h[1-6]", one.tag)]
     assert levels.count(1) == 1 and all(b <= a + 1 for a, b in zip(levels, levels[1:], strict=False))
+    outside = [
+        one.text() for one in tree.all("caption") if not any(one in fold.all("caption") for fold in tree.all("details"))
+    ]
+    assert len(outside) == len(set(outside)) > 8  # two tables of one name cannot be told apart by ear
     ids = [one.attributes["id"] for one in tree.all() if "id" in one.attributes]
     assert len(ids) == len(set(ids)) and set(SECTIONS) <= set(ids)
     for button in tree.all("button"):
@@ -256,7 +272,7 @@ def test_structure_serves_readers_without_a_mouse_or_a_picture(tree: Element) ->
 
 def test_colours_have_contrast_in_both_themes(tree: Element) -> None:
     style = next(tree.all("style")).text()
-    blocks = [dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in re.findall(r"{([^{}]*--page[^{}]*)}", style)]
+    blocks = [dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in re.findall(r"{([^{}]*--page: [^{}]*)}", style)]
     light, dark, system = blocks
     assert dark == system and light.keys() == dark.keys()
 

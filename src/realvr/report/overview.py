@@ -44,7 +44,7 @@ def overview(results: Results, baseline: Arm | None) -> Section:
         section.parts += [headline_table(scored, "Benchmark scores, %"), *_headline_figure(scored)]
     else:
         section.parts += missing(EVAL)
-    if effects := _effects(main):
+    if effects := _effects(main, "What the latents do"):
         section.parts.append(effects)
     if baseline is not None and (table := _against(scored, baseline)):
         section.parts.append(table)
@@ -97,7 +97,7 @@ def _headline_figure(arms: Sequence[Arm]) -> list[Figures]:
     return [Figures("Five-task mean", [("Five-task mean, %", forest(bars, alt, "%", zero=False))])]
 
 
-def _effects(arms: Sequence[Arm]) -> Table | None:
+def _effects(arms: Sequence[Arm], caption: str) -> Table | None:
     """What the span does, in one line per arm."""
     rows: list[list[Cell | str]] = []
     for arm in arms:
@@ -112,7 +112,7 @@ def _effects(arms: Sequence[Arm]) -> Table | None:
         "edited pair answered correctly (two turns, mean over edits). Donor-answer lift: the whole span taken from "
         "the other view. Margin and cosine: mean of the last tenth of training, without an interval."
     )
-    return Table("What the latents do", header, rows, note) if rows else None
+    return Table(caption, header, rows, note) if rows else None
 
 
 def _ablation_cells(result: Result | None) -> list[Cell]:
@@ -195,7 +195,7 @@ def further(results: Results, published: Sequence[Any]) -> Section:
     scored = [arm for arm in arms if arm.get("eval")]
     if scored:
         section.parts.append(headline_table(scored, "Benchmark scores of further arms, %"))
-    if effects := _effects(arms):
+    if effects := _effects(arms, "Further arms: what the latents do"):
         section.parts.append(effects)
     others = [arm for arm in arms if not arm.get("eval")]
     if others:
