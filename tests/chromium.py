@@ -89,6 +89,7 @@ class Page:
         self.complaints: list[str] = []
         self.requests: list[str] = []
         self._number = 0
+        self._loads = 0
         self._socket: WebSocket | None = None
         try:
             self._socket = WebSocket(self._address())
@@ -99,6 +100,7 @@ class Page:
             ]
             for domain in ("Page", "Runtime", "Log", "Network"):
                 self._call(f"{domain}.enable")
+            self._call("Emulation.setFocusEmulationEnabled", {"enabled": True})
             self.resize(width, height)
         except BaseException:
             self.close()
@@ -136,17 +138,18 @@ class Page:
             self.complaints.append(f"exception: {params['exceptionDetails']}")
         elif name == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
             self.complaints.append(f"log: {params['entry']['text']}")
+        elif name == "Page.loadEventFired":
+            self._loads += 1
         elif name == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
 
     def open(self, path: Path) -> None:
         """Load a file and wait until its scripts have run."""
+        self._loads = 0
         self._call("Page.navigate", {"url": path.resolve().as_uri()})
-        for _ in range(300):
-            if self.run("document.readyState === 'complete' && location.protocol === 'file:'"):
-                return
-            time.sleep(0.1)
-        raise AssertionError(f"{path} did not load")
+        assert self._socket is not None
+        while not self._loads:  # the socket's timeout ends a page that never loads
+            self._event(json.loads(self._socket.receive()))
 
     def run(self, code: str) -> Any:
         """The value of a JavaScript expression."""
@@ -171,8 +174,11 @@ class Page:
         """The system's colour scheme: dark or light."""
         self._call("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": value}]})
 
-    def screenshot(self, path: Path, whole: bool = True) -> None:
-        found = self._call("Page.captureScreenshot", {"format": "png", "captureBeyondViewport": whole})
+    def screenshot(self, path: Path, most: int = 12000) -> None:
+        """The whole page, down to ``most`` pixels."""
+        size = self._call("Page.getLayoutMetrics")["cssContentSize"]
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], most), "scale": 1}
+        found = self._call("Page.captureScreenshot", {"format": "png", "captureBeyondViewport": True, "clip": clip})
         path.write_bytes(base64.b64decode(found["data"]))
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 
-@dataclass
+@dataclass(eq=False)
 class Element:
     tag: str
     attributes: dict[str, str]
