@@ -77,7 +77,8 @@ def conversation(sample: Sample, images: Sequence[Any]) -> list[Turn]:
 class Encoder:
     """Samples to prompts and sequences within a token limit; counts what it rejects.
 
-    ``respond`` gives the reply that Stage 1 teaches. With ``keep`` the results stay in memory, under the sample's identity: the caller holds the samples.
+    ``respond`` gives the reply that Stage 1 teaches. With ``keep`` the results stay in memory, under the sample's
+    identity: the caller holds the samples.
     """
 
     def __init__(
