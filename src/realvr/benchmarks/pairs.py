@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from realvr.data.readers.base import ReadOptions
 from realvr.data.reading import Report, read
 from realvr.data.sample import Sample
 from realvr.errors import UserError
@@ -101,7 +102,9 @@ def read_pairs(path: str | Path, limit: int | None = None) -> tuple[list[Pair], 
     if limit is not None and limit < 1:
         raise UserError(f"--limit is {limit}: at least one pair per edit is needed")
     reading = Report()
-    pairs, report = pair_up(read(path, report=reading))
+    # A picture that cannot be used is met when it is asked about, and its pair stays in the denominators.
+    options = ReadOptions(check_images="none", broken_images="keep")
+    pairs, report = pair_up(read(path, options=options, report=reading))
     report.dropped_rows = sum(reading.dropped.values())
     if not pairs:
         raise UserError(
