@@ -63,6 +63,19 @@ def test_what_is_no_pair_is_counted_and_named() -> None:
     assert len(told.lines()) == 5 and len(pairs) == 24 - 5
 
 
+def test_a_picture_that_is_not_there_takes_no_pair_away(tmp_path: Path) -> None:
+    write(world_samples(2), "jsonl", tmp_path / "samples.jsonl")
+    whole, _ = read_pairs(tmp_path / "samples.jsonl")
+    picture = whole[0].edited.images[0].path
+    assert picture is not None
+    picture.unlink()
+    pairs, report = read_pairs(tmp_path / "samples.jsonl")
+    assert [pair.id for pair in pairs] == [pair.id for pair in whole] and not any(report.counts().values())
+    found = asked(Says(oracle), pairs, tmp_path)["protocols"]["separate"]["all"]
+    assert found["errors"] == 1 and found["pairs"] == len(whole)
+    assert found["parse_coverage"]["count"] == found["parse_coverage"]["of"] - 1 == 2 * len(whole) - 1
+
+
 def test_files_without_pairs_are_refused(tmp_path: Path) -> None:
     plain = [replace(sample, pair=None) for sample in world_samples(1)]
     write(iter(plain), "jsonl", tmp_path / "plain.jsonl")
@@ -278,6 +291,19 @@ def test_an_interrupted_run_asks_only_for_what_is_missing(tmp_path: Path) -> Non
     assert sum(again.batches) < 24
     asked(again := Says(oracle), pairs, cut, batch=3)
     assert again.batches == []
+
+
+def test_a_kill_may_cut_through_a_character(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    text = [{"pair": "a", "text": "größer"}, {"pair": "b", "text": "\ud83d"}, {"pair": "c", "text": "größer"}]
+    journal = Journal(path, lambda row: row["pair"])
+    journal.add(text)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.rindex(b"\xc3") + 1])
+    again = Journal(path, lambda row: row["pair"])
+    assert again.done == {"a", "b"}
+    again.add(text)
+    assert path.read_bytes() == whole and read_records(path, lambda row: row["pair"]) == text
 
 
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:
