@@ -232,7 +232,7 @@ def _responder(
 
 def _latents(model: str, responder: ModelResponder, asked: int | None) -> int:
     """K to ask with: what was asked for where that makes sense, else the checkpoint's."""
-    if asked and responder.backbone.markers_added:
+    if asked and not responder.latents:
         raise UserError(
             f"{model} was never trained with latent slots, so --latents {asked} would read untrained markers: "
             "use --latents 0, or train Stage 1 first (realvr train sft)"
