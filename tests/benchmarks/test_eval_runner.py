@@ -259,6 +259,19 @@ def test_a_question_that_cannot_be_asked_stays_in_the_denominator(world: dict[st
         assert torch.equal(oracle.given["mmvp", question][1], own_latents(donor, 3))
 
 
+def test_without_a_donor_only_the_exchange_is_missing(world: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "MMVP"
+    shutil.copytree(world["mmvp"], folder)
+    for number in (3, 4, 5, 6):  # one pair is left, and a pair does not exchange within itself
+        (folder / "MMVP Images" / f"{number}.png").unlink()
+    summary = evaluate(Oracle(), [load("mmvp", folder)], tmp_path / "out", batch=4)
+    right = Counter(row["condition"] for row in lines(tmp_path / "out") if row["correct"])
+    assert right == {"own": 4, "mean": 2}
+    errors = {row["error"] for row in lines(tmp_path / "out") if row["condition"] == "other" and row["question"] < "3"}
+    assert errors == {"no question about another image could be asked: nothing to exchange"}
+    assert summary["benches"]["mmvp"]["ablation"]["mean"]["difference"] == 0
+
+
 class Hasty(Speaker):
     """Cannot take one of the prompts, as where it is longer than the context."""
 
