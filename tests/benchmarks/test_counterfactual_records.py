@@ -94,6 +94,19 @@ def test_controls_are_a_derangement() -> None:
     assert unrelated(pairs[:1]) == [None] and unrelated([]) == []
 
 
+def test_a_control_shows_another_scene() -> None:
+    """Four edits of the same five scenes: half way round the list stands the same scene again."""
+    pairs = world_pairs(5)[:20]
+    shared = [
+        replace(pair, original=replace(pair.original, images=pairs[n % 5].original.images))
+        for n, pair in enumerate(pairs)
+    ]
+    for n, control in enumerate(unrelated(shared)):
+        assert control is not None and control.original.images != shared[n].original.images
+    two = replace(pairs[0], original=replace(pairs[0].original, images=pairs[0].original.images * 2))
+    assert unrelated([two, pairs[1], pairs[2]])[0] is None  # nobody else shows two pictures
+
+
 # ---------------------------------------------------------------------- responders with known answers
 
 
