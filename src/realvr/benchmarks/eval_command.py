@@ -392,12 +392,10 @@ def versions(responder: Responder) -> dict[str, str]:
 
 def report(summaries: dict[str, dict[str, Any]], out: Path) -> None:
     """Print the tables; for several checkpoints also write mean ± std."""
-    from rich.console import Console
-
     from realvr.benchmarks import tables
     from realvr.benchmarks.scoring import aggregate
 
-    console = Console()
+    console = tables.wide_console()
     for name, summary in summaries.items():
         if len(summaries) > 1:
             console.print(name, style="bold", markup=False)
