@@ -272,6 +272,30 @@ def test_without_a_donor_only_the_exchange_is_missing(world: dict[str, Path], tm
     assert summary["benches"]["mmvp"]["ablation"]["mean"]["difference"] == 0
 
 
+class Rolling(Oracle):
+    """Remembers the seeds of its requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rolled: dict[tuple[Any, ...], set[int]] = {}
+
+    def reply(self, requests: Sequence[Request], plans: Sequence[Plan]) -> list[list[Reply]]:
+        for request in requests:
+            self.rolled.setdefault((request.sample.task, request.sample.id), set()).add(request.seed)
+        return super().reply(requests, plans)
+
+
+def test_every_question_has_seeds_of_its_own(benches: list[Questions], tmp_path: Path) -> None:
+    found = []
+    for batch in (2, 5):
+        responder = Rolling()
+        evaluate(responder, benches[:2], tmp_path / str(batch), EvalSettings(seeds=(0, 1)), batch=batch)
+        found.append(responder.rolled)
+    assert found[0] == found[1]  # the same in whatever batch, and under every condition
+    seeds = [seed for some in found[0].values() for seed in some]
+    assert len(found[0]) == 16 and len(seeds) == len(set(seeds)) == 32
+
+
 class Hasty(Speaker):
     """Cannot take one of the prompts, as where it is longer than the context."""
 
