@@ -174,7 +174,7 @@ def test_ablation() -> None:
 
 
 def test_a_difference_is_drawn_question_by_question() -> None:
-    """The same six of twelve right: no draw of the questions makes a difference. One more right: none makes it worse."""
+    """The same six of twelve right: no draw makes a difference. One more right: none makes it worse."""
     own = [row("validation", n, n % 2 == 0) for n in range(12)]
     same = [row("validation", n, n % 2 == 0, condition="mean") for n in range(12)]
     more = [row("validation", n, n % 2 == 0 or n == 1, condition="other") for n in range(12)]
