@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,19 @@ def test_stacked_images_come_back_equal(model: Path, data: Path, tmp_path: Path)
     first.rows.unstack_images()
     assert [image.key for image in before] == [image.key for image in first.rows.images]
     assert all(torch.equal(a.pixels, b.pixels) for a, b in zip(before, first.rows.images, strict=True))
+
+
+def test_the_norm_of_visual_tokens_is_held_at_one(model: Path, data: Path, tmp_path: Path) -> None:
+    """Against a computation from the features themselves; and it falls when it is trained on."""
+    raw = settings(model, data, tmp_path, feature_norm_weight=1.0, next_token_weight=0, caption_weight=0)
+    raw["dense_weight"], raw["optim"] = 0, raw["optim"] | {"steps": 8, "lr": 3e-3}
+    task, found, engine = make("base", raw)
+    batches = task.prepare(0).microbatches
+    pixels = [task.backbone.see(batch.rows.images).features_ND.double() for batch in batches]
+    errors = torch.cat([(x.pow(2).mean(-1).sqrt() - 1) ** 2 for x in pixels])
+    loss = sum(task.module(batch)[0] for batch in batches)
+    assert float(loss) == pytest.approx(float(errors.mean()), rel=1e-4)
+    again, found, engine = make("base", raw)
+    assert loop.train(again, found, engine) == 0
+    losses = [json.loads(line)["loss/feature_norm"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < 0.5 * losses[0]

@@ -67,6 +67,7 @@ class BaseStep(nn.Module):
             "next_token": settings.next_token_weight,
             "caption": settings.caption_weight,
             "dense": settings.dense_weight,
+            "feature_norm": settings.feature_norm_weight,
         }
         self.heads = nn.ModuleList(
             nn.Linear(backbone.width, count, device=backbone.device, dtype=backbone.dtype) for count in classes
@@ -82,6 +83,7 @@ class BaseStep(nn.Module):
             "next_token": -torch.where(micro.caption_M, 0.0, logp).sum() / micro.totals["next_token"],
             "caption": -torch.where(micro.caption_M, logp, 0.0).sum() / micro.totals["caption"],
             "dense": self._dense(visual.features_ND, micro),
+            "feature_norm": _norm_error(visual.features_ND) / micro.totals["visual"],
         }
         loss = hidden.sum() * 0.0 + visual.features_ND.sum() * 0.0
         for name, value in losses.items():
@@ -117,6 +119,16 @@ class BaseStep(nn.Module):
         return total / micro.totals["dense"]
 
 
+def _norm_error(features_ND: Tensor) -> Tensor:
+    """Sum over visual tokens of the squared distance of their root mean square from 1.
+
+    Later stages have a latent reconstruct them, and a latent comes out of a norm layer: features that have grown large
+    cannot be matched, and the reconstruction error is then about length only.
+    """
+    rms_N = features_ND.float().pow(2).mean(-1).add(1e-6).sqrt()
+    return (rms_N - 1).pow(2).sum()
+
+
 _Rows = tuple[list[SftExample], list[bool], list[Tensor]]
 """Rows of a sample, whether each is a caption, and the dense labels of each row's visual tokens."""
 
@@ -125,7 +137,7 @@ class BaseTask:
     """One optimizer step is ``optim.batch`` samples over all ranks; each gives a question row and, where it has one, a
     caption row."""
 
-    parts = ("next_token", "caption", "dense")
+    parts = ("next_token", "caption", "dense", "feature_norm")
 
     def __init__(self, backbone: Backbone, settings: Any, ranks: Ranks) -> None:
         self.backbone, self.settings, self.ranks = backbone, settings, ranks
@@ -148,6 +160,7 @@ class BaseTask:
             "caption": sum(int(m.caption_M.sum()) for m in micro),
             "dense": sum(int((m.dense_NA >= 0).sum()) for m in micro),
             "examples": sum(len(m.rows.names) for m in micro),
+            "visual": sum(len(m.dense_NA) for m in micro),
         }
         everyone = self.ranks.gather_objects(own)
         totals = {name: float(max(sum(each[name] for each in everyone), 1)) for name in own}

@@ -219,5 +219,8 @@ class BaseSettings(TrainSettings):
     """Share of the samples whose caption is used; each costs as much as a question."""
     dense_weight: float = Field(default=0.5, ge=0)
     """Weight of the auxiliary loss that predicts labels from single visual tokens, for samples that have them."""
+    feature_norm_weight: float = Field(default=0.0, ge=0)
+    """Weight of the squared distance of each visual token's root mean square from 1; 0 is off. Keeps visual tokens of a
+    size that a latent can reconstruct."""
     position_jitter: int = Field(default=0, ge=0)
     """Largest random gap in the position ids, so that later stages may put latents there; 0 is off."""
