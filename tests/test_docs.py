@@ -133,7 +133,7 @@ def options(verb: str) -> set[str]:
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
         main([*verb.split(), "--help"])
     lines = re.findall(r"^[│ ]*(--?[a-z].*)$", text.getvalue(), re.MULTILINE)
-    return {name for line in lines for name in re.findall(r"--[\w.-]+", line)} | {"--dry-run", "--resume"}
+    return {name for line in lines for name in re.findall(r"--[\w.-]+", line)}
 
 
 @pytest.mark.parametrize("path", PAGES + CONFIGS, ids=lambda path: "/".join(path.relative_to(ROOT).parts[-2:]))
