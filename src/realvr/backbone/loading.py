@@ -44,8 +44,8 @@ def load(
 ) -> Backbone:
     """Load a local directory, hub id or packaged name (`realvr.models`) that ``AutoModelForImageTextToText`` can load.
 
-    ``dtype`` defaults to the checkpoint's own, for a packaged name to float32; ``device`` to the GPU where there is one. ``latents`` overrides the
-    checkpoint's K. ``min_tokens``/``max_tokens`` bound the visual tokens per image (families with variable grids);
+    ``dtype`` defaults to the checkpoint's own, for a packaged name to float32; ``device`` to the GPU where there is
+    one. ``latents`` overrides the checkpoint's K. ``min_tokens``/``max_tokens`` bound the visual tokens per image (families with variable grids);
     ``tiles`` cuts large images into tiles (InternVL). Marker tokens are added when the checkpoint has none.
     """
     if latents is not None and latents < 0:

@@ -7,6 +7,7 @@ weights are stored in 16 bits to stay small and are loaded as float32 unless ano
 
 from __future__ import annotations
 
+import hashlib
 import os
 import warnings
 from pathlib import Path
@@ -36,5 +37,15 @@ def locate(model: str | Path) -> str:
             f"install realvr again, or write ./{model} for a directory of your own"
         )
     if Path(str(model)).is_dir():
-        warnings.warn(f"'{model}' is the checkpoint that comes with realvr; the directory here is ./{model}", stacklevel=3)
+        warnings.warn(
+            f"'{model}' is the checkpoint that comes with realvr; the directory here is ./{model}", stacklevel=3
+        )
     return str(found)
+
+
+def fingerprint(name: str) -> str:
+    """SHA-256 of the weights of a packaged checkpoint."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(locate(name)).glob("*.safetensors")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
