@@ -48,6 +48,7 @@ COMMANDS: dict[str, Command] = {
     "exchange": Command("realvr.benchmarks.pairs_command", "exchange", "Do answers follow latents swapped in a pair?"),
     "score": Command("realvr.benchmarks.score_command", "score", "Scores with intervals from saved predictions."),
     "compare": Command("realvr.benchmarks.score_command", "compare", "Two evaluations, question by question."),
+    "report": Command("realvr.report.command", "report", "A page with tables and figures from saved results."),
     "demo": Command("realvr.demo.command", "demo", "Train and compare small models here, and write a report."),
 }
 

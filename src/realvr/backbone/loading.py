@@ -45,8 +45,9 @@ def load(
     """Load a local directory, hub id or packaged name (`realvr.models`) that ``AutoModelForImageTextToText`` can load.
 
     ``dtype`` defaults to the checkpoint's own, for a packaged name to float32; ``device`` to the GPU where there is
-    one. ``latents`` overrides the checkpoint's K. ``min_tokens``/``max_tokens`` bound the visual tokens per image (families with variable grids);
-    ``tiles`` cuts large images into tiles (InternVL). Marker tokens are added when the checkpoint has none.
+    one. ``latents`` overrides the checkpoint's K. ``min_tokens``/``max_tokens`` bound the visual tokens per image
+    (families with variable grids); ``tiles`` cuts large images into tiles (InternVL). Marker tokens are added when the
+    checkpoint has none.
     """
     if latents is not None and latents < 0:
         raise UserError(f"latents is {latents}: the number of latent slots cannot be negative")

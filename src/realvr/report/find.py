@@ -1,0 +1,185 @@
+"""Find results below folders and sort them into arms.
+
+``demo.json`` names arms where there is one. Everything else is grouped by model: evaluations that record the same hash
+of the weights, and the training run whose folder holds these weights, belong together. Names are folder names.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from realvr.errors import UserError
+from realvr.report.results import KINDS, Arm, Json, Kind, Result, Results, read_json, read_settings, read_steps
+
+FILES = {
+    "metrics.jsonl": "training runs",
+    "summary.json": "evaluations",
+    "counterfactual.json": "counterfactual pairs",
+    "exchange.json": "latent exchange",
+}
+_SKIPPED = {"final", "checkpoints", "latents", "tensorboard", "report", "world"}
+_GENERIC = {"train", "training", "eval", "evaluation", "counterfactual", "pairs", "exchange", "sweep"}
+"""Folder names that say what was done and not to which model."""
+
+
+def find(roots: Sequence[Path]) -> Results:
+    """Results below ``roots``, arms in display order."""
+    results, arms, notes, demo = Results([]), [], [], False
+    found: dict[Path, list[tuple[Result, str]]] = {}
+    for root in roots:
+        if not root.is_dir():
+            raise UserError(f"{root}: not a folder; give the folder of a run")
+        for folder in _folders(root):
+            if folder not in found:
+                name = _name(folder, root)
+                found[folder] = [(one, name) for one in _read(folder, results.unfinished)]
+            if (folder / "demo.json").is_file():
+                named, said = _demo(folder)
+                arms += named
+                notes += said
+                demo = True
+    rest = _take(arms, found)
+    if not arms and not rest:
+        raise UserError(_nothing(roots, results.unfinished))
+    for arm in _group(rest):
+        arm.main = not demo
+        arms.append(arm)
+    _set_apart(arms)
+    for number, arm in enumerate(arms):
+        arm.number = number
+    _rename(arms)
+    results.arms, results.notes, results.demo = arms, notes, demo
+    return results
+
+
+def _folders(root: Path) -> list[Path]:
+    """``root`` and what is below it, without what cannot hold results. A folder that is given is always looked at."""
+    kept = []
+    for folder, names, _ in os.walk(root):
+        names[:] = sorted(name for name in names if name not in _SKIPPED and not name.startswith("."))
+        kept.append(Path(folder).resolve())
+    return kept
+
+
+def _name(folder: Path, root: Path) -> str:
+    root = root.resolve()
+    parts = [part for part in folder.relative_to(root).parts if part not in _GENERIC]
+    return "/".join(parts) or root.name or "results"
+
+
+def _read(folder: Path, unfinished: list[Path]) -> list[Result]:
+    """What is in one folder, without its subfolders."""
+    made = []
+
+    def add(kind: Kind, content: Json, file: str, settings: str) -> None:
+        made.append(Result(kind, folder, content, read_settings(folder / settings), folder / file))
+
+    if (folder / "metrics.jsonl").is_file():
+        steps = read_steps(folder / "metrics.jsonl")
+        if steps:
+            add("train", {"steps": steps}, "metrics.jsonl", "settings.yaml")
+    if (folder / "summary.json").is_file():
+        summary = read_json(folder / "summary.json")
+        if "arms" not in summary:  # the demo's own overview repeats numbers that are read where they were made
+            _expect(folder / "summary.json", summary, "benches", "realvr score")
+            add("eval", summary, "summary.json", "eval.json")
+    elif (folder / "eval.json").is_file() or any(folder.glob("predictions*.jsonl")):
+        unfinished.append(folder)
+    for kind, key in (("counterfactual", "protocols"), ("exchange", "rows")):
+        file = folder / f"{kind}.json"
+        if file.is_file():
+            content = read_json(file)
+            _expect(file, content, key, f"realvr {kind}")
+            add(kind, content, file.name, f"{kind}_settings.json")  # type: ignore[arg-type]
+    return made
+
+
+def _expect(file: Path, content: Json, key: str, command: str) -> None:
+    if key not in content:
+        raise UserError(f"{file}: has no '{key}', so it is not what {command} writes; write it again or move it away")
+
+
+def _demo(folder: Path) -> tuple[list[Arm], list[str]]:
+    """Arms that demo.json names; each result is a placeholder until `_take` finds its folder."""
+    path = folder / "demo.json"
+    content = read_json(path)
+    arms = []
+    try:
+        for entry in content["arms"]:
+            arm = Arm(str(entry["name"]))
+            for kind in KINDS:
+                if entry.get(kind):
+                    arm.results[kind] = Result(kind, (folder / str(entry[kind])).resolve(), {}, {}, path)
+            arms.append(arm)
+        notes = [str(note) for note in content.get("notes") or []]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: not what realvr demo writes ({type(error).__name__}: {error})") from None
+    return arms, notes
+
+
+def _take(arms: list[Arm], found: dict[Path, list[tuple[Result, str]]]) -> list[tuple[Result, str]]:
+    """Give the named arms their results; returns what no arm named. A stage that was not run is simply absent."""
+    taken: set[tuple[Path, str]] = set()
+    for arm in arms:
+        for kind, named in list(arm.results.items()):
+            del arm.results[kind]
+            wanted = "eval" if kind == "sweep" else kind
+            for result, _ in found.get(named.folder, []):
+                if result.kind == wanted:
+                    arm.results[kind] = Result(kind, result.folder, result.content, result.settings, result.file)
+                    taken.add((result.folder, result.kind))
+    everything = [one for several in found.values() for one in several]
+    return [one for one in everything if (one[0].folder, one[0].kind) not in taken]
+
+
+def _group(rest: Sequence[tuple[Result, str]]) -> list[Arm]:
+    """Arms of the results that nobody named: same weights, same arm, as long as an arm has one result of a kind."""
+    arms: list[Arm] = []
+    for result, name in rest:
+        home = next((arm for arm in arms if result.kind not in arm.results and _same(arm, result, name)), None)
+        if home is None:
+            home = Arm(name)
+            arms.append(home)
+        home.results[result.kind] = result
+    return arms
+
+
+def _same(arm: Arm, result: Result, name: str) -> bool:
+    """Whether a result is about the model of an arm."""
+    for other in arm.results.values():
+        first, second = other.model.get("weights"), result.model.get("weights")
+        if first and second:
+            return first == second
+        for run, judged in ((other, result), (result, other)):
+            if run.kind == "train" and judged.model.get("path"):
+                path = Path(str(judged.model["path"])).resolve()
+                return path == run.folder or run.folder in path.parents
+    return arm.name == name
+
+
+def _set_apart(arms: Sequence[Arm]) -> None:
+    """Checkpoints that are summarised together stand behind their mean, not beside it."""
+    evaluations = [(arm, arm.results["eval"]) for arm in arms if "eval" in arm.results]
+    together = {result.folder for _, result in evaluations if "checkpoints" in result.content}
+    for arm, result in evaluations:
+        if result.folder.parent in together:
+            arm.main = False
+
+
+def _rename(arms: Sequence[Arm]) -> None:
+    """Two arms of one name get numbers."""
+    seen: dict[str, int] = {}
+    for arm in arms:
+        seen[arm.name] = seen.get(arm.name, 0) + 1
+        if seen[arm.name] > 1:
+            arm.name = f"{arm.name} ({seen[arm.name]})"
+
+
+def _nothing(roots: Sequence[Path], unfinished: Sequence[Path]) -> str:
+    where = ", ".join(str(root) for root in roots)
+    if unfinished:
+        return f"{where}: only evaluations without a summary; write it with realvr score {unfinished[0]}"
+    looked = ", ".join(f"{file} ({what})" for file, what in FILES.items())
+    return f"{where}: no results in it or below it; looked for {looked}"

@@ -1,0 +1,199 @@
+"""The headline comparison, and the same for arms outside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from realvr.benchmarks.comparison import compare
+from realvr.benchmarks.score_command import predictions_of
+from realvr.benchmarks.scoring import ABLATIONS
+from realvr.report.charts import Bar, forest
+from realvr.report.parts import (
+    DASH,
+    FEW_PAIRS,
+    FEW_QUESTIONS,
+    Cell,
+    Figures,
+    Section,
+    Table,
+    Text,
+    average,
+    interval,
+    missing,
+    number,
+    share,
+)
+from realvr.report.results import Arm, Result, Results
+from realvr.report.scores import EFFECTS, EVAL, bench_names, difference_cell, five_mean, last_tenth, score_cell, title
+
+FLIP = "two-turn/keep"
+
+
+def overview(results: Results, baseline: Arm | None) -> Section:
+    """The headline comparison."""
+    section = Section("overview", "Overview")
+    section.parts += [Text(text) for text in _what_this_is(results)]
+    section.parts += [Text(note, "warning") for note in results.notes]
+    for folder in results.unfinished:
+        section.parts.append(Text(f"{folder} has predictions but no summary and is left out: realvr score writes it."))
+    main = [arm for arm in results.arms if arm.main]
+    scored = [arm for arm in main if arm.get("eval")]
+    if scored:
+        section.parts += [headline_table(scored, "Benchmark scores, %"), *_headline_figure(scored)]
+    else:
+        section.parts += missing(EVAL)
+    if effects := _effects(main):
+        section.parts.append(effects)
+    if baseline is not None and (table := _against(scored, baseline)):
+        section.parts.append(table)
+    return section
+
+
+def _what_this_is(results: Results) -> list[str]:
+    said = [
+        "Everything here is computed from saved results; no model was run for this page. Square brackets are 95 % "
+        "intervals. They tell how much a number would vary with other questions of the same kind, not how much it "
+        "would vary with another training seed. Where an interval of a difference includes zero, these results do not "
+        f"show a difference. † marks numbers over fewer than {FEW_QUESTIONS} questions or {FEW_PAIRS} pairs."
+    ]
+    if results.demo:
+        said.insert(
+            0,
+            "This is a demonstration: a very small model, a short training and few questions about drawn pictures. It "
+            "shows how the methods and measurements work. It neither confirms nor refutes what the paper reports about "
+            "large models on photographs.",
+        )
+    return said
+
+
+def headline_table(arms: Sequence[Arm], caption: str) -> Table:
+    """Arms by benchmarks, and the five-task mean where all five were run."""
+    names = bench_names(arms)
+    rows: list[list[Cell | str]] = []
+    for arm in arms:
+        result = arm.results["eval"]
+        with result.reading():
+            summary = result.content
+            cells = [score_cell(summary["benches"].get(name)) for name in names]
+            rows.append([arm.name, *cells, score_cell(five_mean(summary))])
+    note = "Mean: unweighted over the five tasks, where all five were run with the checkpoint's own number of latents."
+    return Table(caption, ["arm", *map(title, names), "five-task mean"], rows, note)
+
+
+def _headline_figure(arms: Sequence[Arm]) -> list[Figures]:
+    bars, spoken = [], []
+    for arm in arms:
+        with arm.results["eval"].reading():
+            found = five_mean(arm.results["eval"].content)
+            if found:
+                low, high = found.get("ci") or (None, None)
+                bars.append(Bar(arm.name, found["mean"], low, high, arm.number))
+                spoken.append(f"{arm.name} {number(found['mean'])} {interval(found.get('ci'))}".strip())
+    if not bars:
+        return []
+    alt = f"Five-task mean in percent with 95 % intervals: {'; '.join(spoken)}."
+    return [Figures("Five-task mean", [("Five-task mean, %", forest(bars, alt, "%", zero=False))])]
+
+
+def _effects(arms: Sequence[Arm]) -> Table | None:
+    """What the span does, in one line per arm."""
+    rows: list[list[Cell | str]] = []
+    for arm in arms:
+        cells = [*_ablation_cells(arm.get("eval")), *_flip_cells(arm.get("counterfactual"))]
+        cells += [_lift_cell(arm.get("exchange")), *_evidence_cells(arm.get("train"))]
+        if any(cell.text != DASH for cell in cells):
+            rows.append([arm.name, *cells])
+    header = ["arm", *(f"mean {EFFECTS[name]} (Δ points)" for name in ABLATIONS)]
+    header += ["strict flip, %", "false flip, %", "donor-answer lift (points)", "evidence margin g", "cos to p⁺"]
+    note = (
+        "Δ: change of the five-task mean when the model's own latents are replaced. Strict flip: both views of an "
+        "edited pair answered correctly (two turns, mean over edits). Donor-answer lift: the whole span taken from "
+        "the other view. Margin and cosine: mean of the last tenth of training, without an interval."
+    )
+    return Table("What the latents do", header, rows, note) if rows else None
+
+
+def _ablation_cells(result: Result | None) -> list[Cell]:
+    if result is None:
+        return [Cell(DASH)] * len(ABLATIONS)
+    with result.reading():
+        return [difference_cell(five_mean(result.content, name)) for name in ABLATIONS]
+
+
+def _flip_cells(result: Result | None) -> list[Cell]:
+    if result is None:
+        return [Cell(DASH)] * 2
+    with result.reading():
+        protocols = result.content["protocols"]
+        found = protocols.get(FLIP) or protocols.get("two-turn/none")
+        if found is None:
+            return [Cell(DASH)] * 2
+        made = []
+        for key, pairs in (("strict_correct_flip", "changed"), ("false_flip", "unchanged")):
+            cell = share(found["macro"][key], counts=False)
+            made.append(Cell(cell.text, cell.below, found["all"][pairs] < FEW_PAIRS, cell.value))
+        return made
+
+
+def _lift_cell(result: Result | None) -> Cell:
+    if result is None:
+        return Cell(DASH)
+    with result.reading():
+        full = [row for row in result.content["rows"] if row["condition"] == "swap" and row["selector"] == "full"]
+        return average(full[0]["donor_lift"], 1) if full else Cell(DASH)
+
+
+def _evidence_cells(result: Result | None) -> list[Cell]:
+    return [last_tenth(result, name) for name in ("evidence/margin", "evidence/cos_positive")]
+
+
+def _against(arms: Sequence[Arm], baseline: Arm) -> Table | None:
+    """Paired differences from the baseline, from the predictions."""
+    first = _with_predictions(baseline)
+    if first is None:
+        return None
+    names = bench_names(arms)
+    rows: list[list[Cell | str]] = []
+    for arm in arms:
+        second = _with_predictions(arm)
+        if arm is baseline or second is None:
+            continue
+        found = compare(
+            predictions_of(first.folder),
+            predictions_of(second.folder),
+            first_latents=first.content.get("trained_latents"),
+            second_latents=second.content.get("trained_latents"),
+        )
+        cells = [difference_cell(found["benches"].get(name), p=True) for name in names]
+        rows.append([arm.name, *cells, difference_cell(found.get("five_task_mean"))])
+    note = (
+        f"Each arm minus {baseline.name}, over the questions that both answered; p: McNemar's exact test, not "
+        "corrected for the number of comparisons."
+    )
+    caption = f"Difference from {baseline.name}, percentage points"
+    return Table(caption, ["arm", *map(title, names), "five-task mean"], rows, note) if rows else None
+
+
+def _with_predictions(arm: Arm) -> Result | None:
+    result = arm.get("eval")
+    return result if result and any(result.folder.glob("predictions*.jsonl")) else None
+
+
+def further(results: Results, published: Sequence[Any]) -> Section:
+    """Arms outside the headline comparison."""
+    section = Section("further", "Ablations and further arms")
+    arms = [arm for arm in results.arms if not arm.main]
+    scored = [arm for arm in arms if arm.get("eval")]
+    if scored:
+        section.parts.append(headline_table(scored, "Benchmark scores of further arms, %"))
+    if effects := _effects(arms):
+        section.parts.append(effects)
+    others = [arm for arm in arms if not arm.get("eval")]
+    if others:
+        names = ", ".join(arm.name for arm in others)
+        section.parts.append(Text(f"Found without an evaluation: {names}. See the training curves."))
+    if not arms:
+        section.parts += missing("realvr train rl CONFIG --method no-negatives; realvr eval RUN/final … --out DIR")
+    section.parts += published
+    return section

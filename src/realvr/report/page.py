@@ -1,0 +1,114 @@
+"""Put the sections together and write the page: one HTML file without anything outside it, and the numbers as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from realvr import __version__
+from realvr.errors import UserError
+from realvr.report import paper
+from realvr.report.find import find
+from realvr.report.overview import further, overview
+from realvr.report.pairs import counterfactual, exchange
+from realvr.report.parts import Fold, Section, Switch, Table
+from realvr.report.provenance import provenance
+from realvr.report.results import Arm, Results
+from realvr.report.scores import ablation, benchmarks, sweep
+from realvr.report.training import training
+
+
+def build(runs: Sequence[Path], out: Path, *, title: str = "realvr report", baseline: str | None = None) -> Path:
+    """Write ``out/index.html`` and ``out/data.json`` from the results below ``runs``; returns the page's path."""
+    results = find(runs)
+    sections = make_sections(results, baseline)
+    page = render(sections, title)
+    data = {"version": __version__, "title": title, "sections": [_data(section) for section in sections]}
+    _write(out, {"index.html": page, "data.json": json.dumps(data, ensure_ascii=False, indent=1) + "\n"})
+    return out / "index.html"
+
+
+def make_sections(results: Results, baseline: str | None = None) -> list[Section]:
+    """Every section, in order; those without results say how to get them."""
+    return [
+        overview(results, choose_baseline(results, baseline)),
+        training(results),
+        benchmarks(results, paper.result_tables()),
+        ablation(results),
+        sweep(results, paper.sweep_table()),
+        counterfactual(results, paper.counterfactual_tables()),
+        exchange(results, paper.exchange_tables()),
+        further(results, paper.ablation_tables()),
+        provenance(results),
+    ]
+
+
+def choose_baseline(results: Results, name: str | None) -> Arm | None:
+    """The arm that others are compared with: the named one, else LVR-RL, else the first with an evaluation."""
+    arms = [arm for arm in results.arms if arm.get("eval")]
+    if name is not None:
+        found = [arm for arm in arms if arm.name.lower() == name.lower()]
+        if not found:
+            known = ", ".join(arm.name for arm in arms) or "none"
+            raise UserError(f"--baseline {name!r}: no such arm with an evaluation; there are {known}")
+        return found[0]
+    arms = [arm for arm in arms if arm.main]
+    return next((arm for arm in arms if arm.name.lower() == "lvr-rl"), arms[0] if arms else None)
+
+
+def render(sections: Sequence[Section], title: str) -> str:
+    """The page. Everything that comes from results is escaped by the template."""
+    folder = files("realvr.report").joinpath("templates")
+    texts = {name: folder.joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "style.css", "page.js")}
+    environment = jinja2.Environment(
+        loader=jinja2.DictLoader(texts),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    page = environment.get_template("page.html")
+    return page.render(
+        sections=sections,
+        title=title,
+        version=__version__,
+        style=Markup(texts["style.css"]),
+        script=Markup(texts["page.js"]),
+    )
+
+
+def tables_of(parts: Sequence[Any]) -> Iterator[Table]:
+    """All tables among parts, folded and switched ones included."""
+    for part in parts:
+        if isinstance(part, Table):
+            yield part
+        elif isinstance(part, Fold):
+            yield from tables_of(part.parts)
+        elif isinstance(part, Switch):
+            for _, _, inside in part.panels:
+                yield from tables_of(inside)
+
+
+def _data(section: Section) -> dict[str, Any]:
+    return {"id": section.id, "title": section.title, "tables": [table.as_json() for table in tables_of(section.parts)]}
+
+
+def _write(out: Path, texts: dict[str, str]) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            partial = out / f".{name}.{os.getpid()}"
+            # Half a surrogate pair, as a folder name may hold it, has no UTF-8.
+            partial.write_text(text, encoding="utf-8", errors="replace")
+            os.replace(partial, out / name)
+    except OSError as error:
+        raise UserError(
+            f"{out}: the report cannot be written there ({error.strerror or error}); name another --out"
+        ) from None

@@ -1,0 +1,232 @@
+"""Sections made of pairs: counterfactual behaviour, distances, latent exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from realvr.benchmarks.counterfactual_summary import DISTANCES, RATES
+from realvr.report.charts import Bar, Line, Point, forest, lines
+from realvr.report.parts import (
+    DASH,
+    Cell,
+    Figures,
+    Key,
+    Section,
+    Switch,
+    Table,
+    Text,
+    average,
+    missing,
+    number,
+    share,
+)
+from realvr.report.results import Arm, Json, Results
+
+COUNTERFACTUAL = "realvr counterfactual MODEL PAIRS --out DIR"
+EXCHANGE = "realvr exchange MODEL PAIRS --out DIR"
+_PROTOCOLS = {
+    "two-turn/keep": ("Two turns, span kept", "Both pictures in one conversation; the first reply's span stays in it."),
+    "two-turn/drop": (
+        "Two turns, span dropped",
+        "Both pictures in one conversation; of the first reply only the text.",
+    ),
+    "separate": ("Separate", "Each picture in a conversation of its own."),
+}
+_RATES = dict(RATES) | {"original_accuracy": "A₀", "edited_accuracy": "A₁", "strict_correct_flip": "strict flip"}
+_NO_SPAN = "two-turn/none"
+
+
+# ---------------------------------------------------------------------- counterfactual
+
+
+def counterfactual(results: Results, published: Sequence[Any]) -> Section:
+    section = Section("counterfactual", "Counterfactual pairs")
+    arms = results.having("counterfactual")
+    panels = []
+    for name, (label, explained) in _PROTOCOLS.items():
+        found = _of_protocol(arms, name)
+        if found:
+            panels.append((f"protocol-{name.replace('/', '-')}", label, [Text(explained), *_protocol(name, found)]))
+    if panels:
+        section.parts.append(
+            Text(
+                "Does the answer follow an edit of the picture? |C|: pairs whose right answer changes, |U|: the "
+                "others. A₀, A₁, change and strict flip (both views right) are over C, false flip is over U."
+            )
+        )
+        section.parts.append(Switch("Protocol", panels))
+    else:
+        section.parts += missing(COUNTERFACTUAL)
+    section.parts += _distances(arms)
+    section.parts += published
+    return section
+
+
+def _of_protocol(arms: Sequence[Arm], name: str) -> list[tuple[Arm, str, Json]]:
+    """(arm, how it is called, its numbers); a model without a span has one two-turn protocol, which is in both."""
+    found = []
+    for arm in arms:
+        result = arm.results["counterfactual"]
+        with result.reading():
+            protocols = result.content["protocols"]
+            if name in protocols:
+                found.append((arm, arm.name, protocols[name]))
+            elif name.startswith("two-turn") and _NO_SPAN in protocols:
+                found.append((arm, f"{arm.name} (no span)", protocols[_NO_SPAN]))
+    return found
+
+
+def _protocol(name: str, found: Sequence[tuple[Arm, str, Json]]) -> list[Any]:
+    rows: list[list[Cell | str]] = []
+    bars: dict[str, list[Bar]] = {"strict_correct_flip": [], "false_flip": []}
+    for arm, called, numbers in found:
+        with arm.results["counterfactual"].reading():
+            for edit, row in numbers["edits"].items():
+                sizes = f"{row['changed']} / {row['unchanged']}"
+                rows.append([called, _words(edit), sizes, *(share(row[key]) for key in _RATES)])
+                for key, drawn in bars.items():
+                    if row[key]["rate"] is not None:
+                        ends = (100 * row[key]["low"], 100 * row[key]["high"])
+                        drawn.append(Bar(called, 100 * row[key]["rate"], *ends, arm.number, _words(edit)))
+            sizes = f"{numbers['all']['changed']} / {numbers['all']['unchanged']}"
+            macro = [share(numbers["macro"][key], counts=False) for key in _RATES]
+            rows.append([called, "mean over edits", sizes, *macro])
+    figures = []
+    for key, words in (("strict_correct_flip", "Strict flip, % of C"), ("false_flip", "False flip, % of U")):
+        if bars[key]:
+            spoken = "; ".join(f"{bar.group}, {bar.name} {number(bar.value)}" for bar in bars[key])
+            order = list(dict.fromkeys(bar.group for bar in bars[key]))
+            drawn = sorted(bars[key], key=lambda bar: order.index(bar.group))
+            alt = f"{words}, per edit and arm, with 95 % intervals: {spoken}."
+            figures.append((words, forest(drawn, alt, "%")))
+    header = ["arm", "edit", "|C| / |U|", *(f"{words}, %" for words in _RATES.values())]
+    note = "Wilson intervals, counts behind them; a parse failure counts as wrong and as no change."
+    label = _PROTOCOLS[name][0]
+    return [Figures(f"{label}: flips", figures), Table(f"{label}: paired behaviour", header, rows, note)]
+
+
+def _words(edit: str) -> str:
+    return edit.replace("_", " ")
+
+
+def _distances(arms: Sequence[Arm]) -> list[Any]:
+    rows: list[list[Cell | str]] = []
+    for arm in arms:
+        result = arm.results["counterfactual"]
+        with result.reading():
+            for edit, row in (result.content.get("distances") or {}).items():
+                cells = [average(row[key], 5, sign=False) for key in DISTANCES]
+                if any(cell.text != DASH for cell in cells):
+                    rows.append([arm.name, _words(edit), *cells])
+    if not rows:
+        return []
+    header = ["arm", "edit", "latent", "latent, unrelated picture", "final", "final, unrelated picture"]
+    note = (
+        "Cosine distance from the original view, spans generated independently. An edit's distance means little "
+        "without the control beside it: the distance to an unrelated picture under the same question."
+    )
+    return [Table("How far an edit moves the span", header, rows, note)]
+
+
+# ---------------------------------------------------------------------- exchange
+
+
+def exchange(results: Results, published: Sequence[Any]) -> Section:
+    section = Section("exchange", "Latent exchange")
+    arms = results.having("exchange")
+    if not arms:
+        section.parts += [*missing(EXCHANGE), *published]
+        return section
+    section.parts.append(
+        Text(
+            "Does the answer follow the latents while the picture stays? Selected latents are replaced by those of the "
+            "other view of the pair. All differences are from the sham, which puts back the recipient's own latents."
+        )
+    )
+    section.parts += [_figures(arms), _table(arms), *_between(arms)]
+    section.parts += [Text(_sham(arm)) for arm in arms]
+    section.parts += published
+    return section
+
+
+_SERIES = (("contrast", "largest contrast"), ("random", "random positions"), ("full", "whole span"))
+
+
+def _figures(arms: Sequence[Arm]) -> Figures:
+    """Lift and margin shift over k, one figure per arm; the unrelated donor beside the whole span."""
+    figures = []
+    for key, words, unit in (
+        ("donor_lift", "Donor-answer lift", "points"),
+        ("margin_shift", "Donor-margin shift", "nats"),
+    ):
+        for arm in arms:
+            with arm.results["exchange"].reading():
+                drawn = _series(arm.results["exchange"].content["rows"], key)
+            if not drawn:
+                continue
+            ends = "; ".join(
+                f"{line.name} at k = {line.points[-1].x:.0f}: {number(line.points[-1].y, 2, sign=True)}"
+                for line in drawn
+            )
+            alt = f"{arm.name}: {words} in {unit} over the number k of replaced latents. {ends}."
+            figures.append((f"{arm.name}: {words}", lines(drawn, alt, "replaced latents k", unit, zero=True)))
+    keys = [Key(place, words, place == 1) for place, (_, words) in enumerate(_SERIES)] + [
+        Key(3, "unrelated donor, whole span")
+    ]
+    return Figures("Latent exchange", figures, keys)
+
+
+def _series(rows: Sequence[Json], key: str) -> list[Line]:
+    def points(test: Any) -> list[Point]:
+        found = [row for row in rows if test(row) and row[key]["mean"] is not None]
+        return [Point(row["k"], row[key]["mean"], row[key]["low"], row[key]["high"]) for row in found]
+
+    made = [
+        Line(
+            words,
+            points(lambda row, s=selector: row["condition"] == "swap" and row["selector"] == s),
+            place,
+            place == 1,
+        )
+        for place, (selector, words) in enumerate(_SERIES)
+    ]
+    made.append(Line("unrelated donor", points(lambda row: row["condition"] == "unrelated"), 3))
+    return [line for line in made if line.points]
+
+
+_NAMES = {"contrast": "largest contrast", "random": "random", "full": "whole span"}
+
+
+def _table(arms: Sequence[Arm]) -> Table:
+    rows: list[list[Cell | str]] = []
+    for arm in arms:
+        with arm.results["exchange"].reading():
+            for row in arm.results["exchange"].content["rows"]:
+                name = {"unrelated": "unrelated donor", "swap": _NAMES.get(row["selector"], row["selector"])}
+                cells = [average(row["donor_lift"], 1), average(row["margin_shift"], 3)]
+                shares = ("donor_frequency", "recipient_frequency", "parse_coverage")
+                called = name.get(row["condition"], row["condition"])
+                rows.append([arm.name, called, str(row["k"]), *cells, *(share(row[key]) for key in shares)])
+    header = ["arm", "latents", "k", "donor-answer lift (points)", "donor-margin shift (nats)"]
+    header += ["donor's answer, %", "own answer, %", "parsed, %"]
+    note = "Lift and shift: bootstrap over pairs. The three shares treat directions and seeds as independent."
+    return Table("Exchange", header, rows, note)
+
+
+def _between(arms: Sequence[Arm]) -> list[Table]:
+    rows: list[list[Cell | str]] = []
+    for arm in arms:
+        with arm.results["exchange"].reading():
+            for row in arm.results["exchange"].content["contrast_minus_random"]:
+                rows.append([arm.name, str(row["k"]), average(row["donor_lift"], 1), average(row["margin_shift"], 3)])
+    header = ["arm", "k", "lift: contrast − random (points)", "shift: contrast − random (nats)"]
+    return [Table("Positions of largest contrast against random ones, paired", header, rows)] if rows else []
+
+
+def _sham(arm: Arm) -> str:
+    with arm.results["exchange"].reading():
+        found = arm.results["exchange"].content["sham"]
+        equal, largest = found["equal_replies"], found["largest_margin_difference"]
+        text = f"{arm.name}: {equal['count']} of {equal['of']} shams gave the reply of the unmodified span"
+        return text + ("." if largest is None else f"; margins differ by at most {largest:.2g} nats.")
