@@ -111,7 +111,7 @@ def _mean(found: Json) -> Json:
 def _ends(run: Path, names: Sequence[str]) -> Json:
     """Means over the first and the last few steps of a training."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    count = min(_ENDS, len(rows))
+    count = max(1, min(_ENDS, len(rows) // 2))
     found: Json = {"steps": len(rows)}
     for name in names:
         for key, part in (("first", rows[:count]), ("last", rows[-count:])):
@@ -238,8 +238,8 @@ def _cells(arm: Json) -> list[str]:
         _cell(arm["other_latents"], "difference", "{:+.1f}"),
         _cell(percent, "mean", "{:.1f}"),
         _cell(arm["donor_lift"], "mean", "{:+.1f}"),
-        _cell(arm["evidence_margin"], "mean", "{:+.3f}"),
-        _cell(arm["cos_positive"], "mean", "{:.3f}"),
+        _cell(arm["evidence_margin"], "mean", "{:+.2f}"),
+        _cell(arm["cos_positive"], "mean", "{:.2f}"),
     ]
 
 
