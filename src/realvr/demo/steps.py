@@ -87,7 +87,7 @@ def train_stage2(step: Step, settings: DemoSettings) -> None:
 def stage1_settings(settings: DemoSettings) -> dict[str, Any]:
     """As a settings file would say it."""
     rows = settings.stage1_rows
-    return _common(settings, "mini-base", plan.SHORT_STAGE1) | {
+    return _common(settings, "mini-base", plan.SHORT_STAGE1, settings.stage1_steps) | {
         "optim": _optim(3e-4, settings.stage1_steps, rows, rows),
         "pack_tokens": 256,
         "position_jitter": 16,
@@ -99,7 +99,7 @@ def stage1_settings(settings: DemoSettings) -> dict[str, Any]:
 def stage2_settings(settings: DemoSettings, arm: Arm) -> dict[str, Any]:
     """As a settings file would say it."""
     prompts = settings.rl_prompts
-    return _common(settings, "mini", f"{arm.folder}/train") | {
+    return _common(settings, "mini", f"{arm.folder}/train", settings.rl_steps) | {
         "method": arm.method,
         "optim": _optim(2e-4, settings.rl_steps, prompts, prompts),
         "group": settings.group,
@@ -109,11 +109,11 @@ def stage2_settings(settings: DemoSettings, arm: Arm) -> dict[str, Any]:
     }
 
 
-def _common(settings: DemoSettings, model: str, out: str) -> dict[str, Any]:
+def _common(settings: DemoSettings, model: str, out: str, steps: int) -> dict[str, Any]:
     return {
         "model": {"path": model, "dtype": "float32", "latents": plan.LATENTS},
         "data": {"sources": [{"path": str(plan.TRAIN_DATA)}], "seed": settings.seed, "keep_encoded": True},
-        "checkpoint": {"every": 10, "keep": 1},
+        "checkpoint": {"every": max(1, steps // 8), "keep": 1},
         "log": {"console": False, "tensorboard": False, "table_every": 20, "parts_every": 0},
         "run": {"out": out, "seed": settings.seed},
     }
