@@ -43,7 +43,7 @@ def demo(
         out: Folder for everything; another demo in it is never overwritten.
         quick: Every step in seconds, to check an installation. The numbers mean nothing.
         seed: Seed of the pictures, of the order of the data and of the trainings.
-        steps: Steps of LVR-RL and ReaLVR; by default 80, with --quick 4.
+        steps: Steps of LVR-RL and ReaLVR; by default 100, with --quick 4.
         workers: Processes, one core each; by default as many as there are cores, at most 4.
     """
     settings = _settings(quick, seed, steps)
@@ -115,7 +115,7 @@ def _run(out: Path, settings: DemoSettings, workers: int) -> int:
         page = write_report(out)
     shown = Console()
     shown = shown if shown.is_terminal else Console(width=120)
-    shown.print(table(summary))
+    shown.print(table(summary, shown.width))
     for note in summary["notes"]:
         shown.print(f"- {note}", highlight=False, markup=False, soft_wrap=True)
     shown.print(

@@ -70,24 +70,24 @@ class Display(Watcher):
         number = f"step {len(self.complete)} of {len(self.steps)}"
         found = headline(self.folder, step)
         text = f"{number}  {step.title}{': ' + found if found else ''}  ({clock(outcome['seconds'])})"
-        left = self.seconds_left([])
-        self._say(text if self.console.is_terminal or left is None else f"{text}  ~{clock(left)} left")
+        left = self.seconds_left([other for other in self.steps if other.name in self._tasks])
+        self._say(text if self.console.is_terminal else f"{text}  ~{clock(left)} left")
 
     # ------------------------------------------------------------------ how long still
 
-    def seconds_left(self, running: Sequence[Step]) -> float | None:
-        """Of all steps, from their costs and the speed so far; None before anything is known."""
+    def seconds_left(self, running: Sequence[Step]) -> float:
+        """Of all steps, from their costs and the speed so far."""
         elapsed = time.monotonic() - self.begun_at
         partial = sum(step.cost * self._new_share(step) for step in running)
-        open_cost = sum(step.cost for step in self.steps if step.name not in self.complete) - partial
+        open_cost = sum(step.cost for step in self.steps if step.name not in self.complete)
+        open_cost -= sum(step.cost * self._share(step) for step in running)
         # Twenty seconds at the speed that was measured when the costs were, then more and more the speed of this run.
         speed = (self.own_cost + partial + 20.0 * self.workers) / (max(elapsed - _START, 0.0) + 20.0)
         return open_cost / speed + max(_START - elapsed, 0.0)
 
     def _overall(self, running: Sequence[Step]) -> str:
         number = min(len(self.complete) + 1, len(self.steps))
-        left = self.seconds_left(running)
-        return f"step {number} of {len(self.steps)}" + ("" if left is None else f", ~{clock(left)} left")
+        return f"step {number} of {len(self.steps)}, ~{clock(self.seconds_left(running))} left"
 
     def _share(self, step: Step) -> float:
         return progress(self.folder, step) / step.units if step.units else 0.0

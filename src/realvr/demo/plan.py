@@ -30,10 +30,10 @@ class DemoSettings:
     quick: bool = False
     seed: int = 0
     train_questions: int = 4000
-    stage1_steps: int = 40
+    stage1_steps: int = 50
     stage1_rows: int = 16
     """Packed rows of 256 tokens per step, with two to three examples each."""
-    rl_steps: int = 80
+    rl_steps: int = 100
     rl_prompts: int = 32
     group: int = 8
     mmvp_pairs: int = 64
@@ -41,11 +41,11 @@ class DemoSettings:
     hrbench_questions: int = 32
     """Each of 4K and 8K; every question is asked in four option cycles."""
     mme_questions: int = 128
-    pairs_per_edit: int = 48
-    exchange_per_edit: int = 40
+    pairs_per_edit: int = 56
+    exchange_per_edit: int = 48
     held_out: int = 256
     """Questions with boxes on which the latents are compared with the evidence."""
-    sweep_questions: int = 32
+    sweep_questions: int = 64
     """Of each benchmark, for the sweep over K."""
     sweep: tuple[int, ...] = (0, 1, 2, 4, 8, 12, 16)
 
@@ -113,13 +113,13 @@ class Step:
 def steps_of(settings: DemoSettings) -> list[Step]:
     """All steps, in the order in which they are begun when nothing holds them up."""
     s = settings
-    drawn = Step("world-train", "pictures to train on", "make_train", 1.0 + s.train_questions / 900)
-    asked = Step("world-benchmarks", "five mini-benchmarks and edited pairs", "make_benchmarks", _asked(s) / 250)
+    drawn = Step("world-train", "pictures to train on", "make_train", 0.5 + s.train_questions / 800)
+    asked = Step("world-benchmarks", "five mini-benchmarks and edited pairs", "make_benchmarks", 0.5 + _asked(s) / 350)
     shown = Step(
         "stage-1-short",
         "Stage 1 from mini-base, a short one",
         "train_stage1",
-        3 + 0.04 * s.stage1_steps * s.stage1_rows,
+        4 + 0.044 * s.stage1_steps * s.stage1_rows,
         ("world-train",),
         journals=(f"{SHORT_STAGE1}/metrics.jsonl",),
         units=s.stage1_steps,
@@ -132,7 +132,7 @@ def steps_of(settings: DemoSettings) -> list[Step]:
 
 
 def _training(s: DemoSettings, arm: Arm) -> Step:
-    per_prompt = 0.0042 if arm.method == "realvr" else 0.0037  # a prompt with one completion
+    per_prompt = 0.0045 if arm.method == "realvr" else 0.0038  # a prompt with one completion
     return Step(
         f"{arm.folder}-train",
         f"{arm.name} from mini",
@@ -154,20 +154,15 @@ def _measurements(s: DemoSettings, arm: Arm) -> list[Step]:
         paths = tuple(f"{arm.folder}/{kind}/{name}" for name in journals)
         return Step(f"{arm.folder}-{kind}", f"{arm.name}: {title}", kind, cost, needs, arm, paths, units)
 
-    conditions = 4 if spans else 1
+    answers = questions * (4 if spans else 1)
     records = pairs * (4 if spans else 3)  # three protocols (two without a span) and the distances
+    each = 0.0055 if spans else 0.012  # the base answers in words before the letter
     found = [
-        step(
-            "eval",
-            "five benchmarks",
-            0.8 + 0.0065 * questions * conditions,
-            ("predictions.jsonl",),
-            questions * conditions,
-        ),
+        step("eval", "five benchmarks", 0.8 + each * answers, ("predictions.jsonl",), answers),
         step(
             "counterfactual",
             "edited pairs",
-            0.8 + 0.024 * records,
+            0.8 + 0.021 * records,
             ("counterfactual.jsonl", "distances.jsonl"),
             records,
         ),
@@ -175,11 +170,11 @@ def _measurements(s: DemoSettings, arm: Arm) -> list[Step]:
     if spans:
         found += [
             step("exchange", "latents exchanged", 0.8 + 0.06 * exchanged, ("exchange.jsonl",), exchanged * 2 * 10),
-            step("grounding", "latents against the evidence", 0.8 + 0.004 * s.held_out, (), 0),
+            step("grounding", "latents against the evidence", 0.8 + 0.008 * s.held_out, (), 0),
         ]
     if arm.method == "realvr":
         asked = 5 * s.sweep_questions * len(s.sweep)
-        found.append(step("sweep", "number of latents K", 0.8 + 0.0065 * asked, ("predictions.jsonl",), asked))
+        found.append(step("sweep", "number of latents K", 0.8 + 0.003 * asked, ("predictions.jsonl",), asked))
     return found
 
 

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from realvr.benchmarks.comparison import compare
@@ -206,18 +207,23 @@ def headline(folder: Path, step: Step) -> str:
     return ""
 
 
-def table(summary: Json) -> Table:
-    """The closing table."""
+def table(summary: Json, width: int = 120) -> Table:
+    """The closing table: a row for each arm, or, where the terminal is too narrow for that, a column."""
     quick = summary["settings"]["quick"]
     title = "The demo in numbers, 95 % intervals in brackets" + (" (quick: they mean nothing)" if quick else "")
-    made = Table(title=title, title_justify="left", caption=_LEGEND, caption_justify="left")
-    for name in ("", "five tasks %", "no latents", "another's", "strict flip %", "donor lift", "g", "cos p⁺"):
-        made.add_column(name, justify="left" if not name else "right", no_wrap=not name)
-    for name, arm in summary["arms"].items():
-        made.add_row(name, *_cells(arm))
+    rows = [["", *_COLUMNS], *([name, *_cells(arm)] for name, arm in summary["arms"].items())]
+    if width < _WIDE:
+        rows = [list(row) for row in zip(*rows, strict=True)]
+    made = Table(title=title, title_justify="left", caption=_LEGEND, caption_justify="left", box=SIMPLE_HEAD)
+    for number, name in enumerate(rows[0]):
+        made.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for row in rows[1:]:
+        made.add_row(*row)
     return made
 
 
+_WIDE = 116
+_COLUMNS = ("five tasks %", "no latents", "another's", "strict flip %", "donor lift", "g", "cos p⁺")
 _LEGEND = (
     "five tasks: mean accuracy. no latents, another's: its change in points without the span and with the latents of "
     "another question. strict flip: both answers right where an edit changes the answer (two turns, first span kept). "
