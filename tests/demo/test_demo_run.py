@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from realvr import models
-from realvr.demo.files import lines
+from realvr.demo.files import claim, lines, set_done
 from realvr.demo.plan import ARMS, quick_settings, steps_of
 
 pytestmark = pytest.mark.skipif(
@@ -131,6 +131,18 @@ def test_a_finished_demo_is_not_done_again(finished: tuple[Path, str, str, Path]
     assert process.returncode == 0, stderr
     assert time.monotonic() - begun < 15 and "20 of 20 steps were done before" in stderr
     assert (out / "summary.json").read_bytes() == before and stdout.strip().endswith("index.html")
+
+
+def test_a_step_that_fails_is_one_line_that_names_it(tmp_path: Path) -> None:
+    """The pictures are marked as drawn and are not there."""
+    claim(tmp_path / "demo", quick_settings()).close()
+    for step in steps_of(quick_settings())[:2]:
+        set_done(tmp_path / "demo", step, {"seconds": 0, "cpu_seconds": 0})
+    process = start(tmp_path / "demo")
+    stderr = process.communicate(timeout=120)[1]
+    assert process.returncode == 2 and "Traceback" not in stderr
+    last = stderr.strip().splitlines()[-1]
+    assert last.startswith("realvr: error: ") and "world/train-boxes" in last and "The same command goes on" in last
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:

@@ -149,9 +149,8 @@ def _failure(step: Step, outcome: dict[str, Any], log: Path) -> BaseException:
 def _end(team: Sequence[Worker]) -> None:
     """Let every process save and end; what does not in time is killed, which costs the steps since its checkpoint."""
     for worker in team:
-        worker.leave()
-        if worker.step is not None:
-            worker.process.terminate()
+        worker.leave()  # after it has saved
+        worker.process.terminate()
     deadline = time.monotonic() + _FAREWELL
     for worker in team:
         try:
