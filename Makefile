@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint env clean
+.PHONY: demo test test-slow lint env browser clean
 
 env: $(STAMP)
 
@@ -19,7 +19,15 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python -m realvr demo --out runs/demo
 
-test: $(STAMP)
+# Chromium for the tests of the report, where it is missing and may be installed; without it they are skipped.
+browser:
+	@if command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; \
+	then :; elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	{ apt-get install -qq -y --no-install-recommends chromium || { apt-get update -qq && \
+	apt-get install -qq -y --no-install-recommends chromium; }; } >/dev/null 2>&1; then echo "installed chromium"; \
+	else echo "no Chromium here: the tests of the report that need a browser are skipped"; fi
+
+test: $(STAMP) browser
 	$(BIN)/python -m pytest -n auto -q
 
 test-slow: $(STAMP)

@@ -1,4 +1,7 @@
-"""A folder of results for the tests of the report, written by the real commands on a tiny model with random weights.
+"""A folder of results for the tests of the report, written by the real commands on a tiny model.
+
+A model with random weights says nothing that can be read, so its replies are then replaced by answers of which a known
+share is right, and the summaries are computed again from these records by the product's own functions.
 
 Run as ``python report_cases.py FOLDER`` it leaves them there, to be looked at.
 """
@@ -6,11 +9,16 @@ Run as ``python report_cases.py FOLDER`` it leaves them there, to be looked at.
 from __future__ import annotations
 
 import json
+import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import stage_runs
 from realvr.backbone.tiny import build
+from realvr.benchmarks.counterfactual_summary import summarise_pairs
+from realvr.benchmarks.exchange_summary import summarise_exchange
 from realvr.cli import main
 
 ARMS = ("Direct", "LVR-RL", "ReaLVR")
@@ -21,22 +29,24 @@ BENCHES = {
     "hrbench-8k": "hrbench-8k/hr_bench_8k.tsv",
     "mme-realworld": "mme-realworld/MME_RealWorld.json",
 }
+RIGHT = {"direct": 0.45, "lvr-rl": 0.5, "realvr": 0.7}
 CPU = ("--device", "cpu", "--max-new", "3")
 
 
 def make_results(root: Path) -> Path:
     """``root/demo``: three arms as ``realvr demo`` lays them out, and an ablation that its list does not name."""
     out, model = root / "demo", _model(root)
+    released = root / "released"
     data = stage_runs.write(stage_runs.world(8), root / "train")
-    _run("world", "make", root, "--split", "mmvp", "blink", "mme-realworld", *_small(48, 4))
-    _run("world", "make", root, "--split", "hrbench-4k", "hrbench-8k", *_small(96, 1), *_tiles())
+    _run("world", "make", root, "--split", "mmvp", "blink", "mme-realworld", *_small(48, 10))
+    _run("world", "make", root, "--split", "hrbench-4k", "hrbench-8k", *_small(96, 3), *_tiles())
     _run("world", "make", root, "--split", "counterfactual", *_small(48, 8))
     for name, method in (("lvr-rl", "lvr-rl"), ("realvr", "realvr"), ("ablations/no-negatives", "no-negatives")):
         raw = stage_runs.configure("rl", model, data, out / "train" / name, method=method, optim={"steps": 4})
         stage_runs.run("rl", raw)
     stage_runs.run("sft", stage_runs.configure("sft", model, data, out / "train/stage1", optim={"steps": 2}))
     for name, weights, latents in (
-        ("direct", model, ("--latents", "0")),
+        ("direct", released, ("--latents", "0")),
         ("lvr-rl", out / "train/lvr-rl/final", ()),
         ("realvr", out / "train/realvr/final", ("--latents", "0,1,3")),
     ):
@@ -47,9 +57,57 @@ def make_results(root: Path) -> Path:
         _run("counterfactual", weights, pairs, "--out", out / "counterfactual" / name, *span, *CPU)
         if name != "direct":
             _run("exchange", weights, pairs, "--out", out / "exchange" / name, "--k", "1,2", "--seeds", "2", *CPU)
+        _answer(out, name)
     arms = [_arm(name, name != "Direct") for name in ARMS]
-    (out / "demo.json").write_text(json.dumps({"arms": arms, "notes": ["Random weights: every number is noise."]}))
+    (out / "demo.json").write_text(json.dumps({"arms": arms, "notes": ["Made for a test: the numbers mean nothing."]}))
     return out
+
+
+def _answer(out: Path, name: str) -> None:
+    """Put answers into the records of an arm and compute its summaries again."""
+    rng, right = random.Random(name), RIGHT[name]
+
+    def say(record: dict[str, Any]) -> None:
+        loss = {"own": 0.0, "mean": 0.1, "other": 0.2}[record["condition"]] + (0.1 if record["latents"] == 0 else 0.0)
+        letters = "ABCD"[: max(2, len(record["choices"]))]
+        said = record["answer"] if rng.random() < right - loss else rng.choice(letters)
+        read = rng.random() < 0.95
+        record["text"] = f"<answer>{said}</answer>" if read else "I cannot tell."
+        record |= {"extracted": said if read else None, "correct": read and said == record["answer"]}
+
+    _rewrite(out / "eval" / name / "predictions.jsonl", say)
+    _run("score", out / "eval" / name)
+
+    def look(record: dict[str, Any]) -> None:
+        record["extracted"] = [truth if rng.random() < right else "Z" for truth in record["truths"]]
+
+    _again(out / "counterfactual" / name, "counterfactual", look, summarise_pairs)
+    if name == "direct":
+        return
+
+    def swap(record: dict[str, Any]) -> None:
+        follows = rng.random() < (record["k"] / 6 if record["condition"] == "swap" else 0.05)
+        record["extracted"] = record["donor_truth"] if follows else record["recipient_truth"]
+        record["margin"] = rng.gauss(0.5 if follows else -0.5, 0.2)
+
+    _again(out / "exchange" / name, "exchange", swap, lambda records, _: summarise_exchange(records))
+
+
+def _again(folder: Path, name: str, change: Callable[[Any], None], summarise: Callable[[Any, Any], Any]) -> None:
+    records = _rewrite(folder / f"{name}.jsonl", change)
+    moved = folder / "distances.jsonl"
+    distances = [json.loads(line) for line in moved.read_text().splitlines()] if moved.exists() else []
+    path = folder / f"{name}.json"
+    settings = json.loads(path.read_text())["settings"]
+    path.write_text(json.dumps(summarise(records, distances) | {"settings": settings}))
+
+
+def _rewrite(path: Path, change: Callable[[Any], None]) -> list[Any]:
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for record in records:
+        change(record)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return records
 
 
 def _arm(name: str, trained: bool) -> dict[str, str]:

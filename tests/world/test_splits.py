@@ -12,6 +12,7 @@ import pytest
 import realvr
 from realvr.errors import UserError
 from realvr.world.scene import BUCKETS
+from realvr.world.solver import solve
 from realvr.world.splits import SPLITS, Recipe, build, drawn, items, leaks, samples
 
 SMALL = {"hrbench-4k": 4, "hrbench-8k": 4, "counterfactual": 12, "mmvp": 20}
@@ -171,3 +172,26 @@ def test_what_a_split_would_ignore_is_refused():
     for split, fields in (("mmvp", {"kinds": ("color",)}), ("blink", {"withheld": "only"})):
         with pytest.raises(UserError, match="can be chosen for"):
             Recipe(split, **fields)
+
+
+def test_a_sequel_asks_about_its_second_picture():
+    """The first exchange is complete and right, the last question comes with the last picture, and evidence lies
+    there."""
+    found = list(items(Recipe("sequels", seed=2, count=80)))
+    assert {len(item.views) for item in found} == {2}
+    edited = 0
+    for item in found:
+        sample = item.sample()
+        first, reply, last = sample.turns
+        assert (first.images, reply.images, last.images) == ((0,), (), (1,))
+        assert first.text.endswith("</answer>.") and reply.text[8] in "ABCD" and "(A)" in first.text
+        assert all(box.image == 1 for box in sample.boxes)
+        assert item.tags["withheld"] == "no"
+        assert first.text.startswith(last.text) == (first.text.split("\n")[0] == last.text)
+        edited += first.text.split("\n")[0] == last.text
+        for text, view, answer in (
+            (first.text.split("\n")[0], item.views[0], first.text.split(f"({reply.text[8]}) ")[1].split("\n")[0]),
+            (last.text, item.views[1], item.answer),
+        ):
+            assert solve(view.scene, text) == answer
+    assert 20 <= edited <= 60

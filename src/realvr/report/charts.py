@@ -50,18 +50,20 @@ class Bar:
     group: str = ""
 
 
-def lines(series: Sequence[Line], alt: str, x_label: str, y_label: str, zero: bool = False) -> Markup:
-    """Lines over a common x axis; points with an interval get whiskers. ``zero``: the y axis includes zero."""
+def lines(series: Sequence[Line], alt: str, x_label: str, y_label: str, include: Sequence[float] = ()) -> Markup:
+    """Lines over a common x axis; points with an interval get whiskers. The y axis reaches the values ``include``."""
     points = [point for one in series for point in one.points]
     ys = [value for p in points for value in (p.y, p.low, p.high) if value is not None]
-    y_ticks = ticks(min([*ys, 0.0] if zero else ys), max([*ys, 0.0] if zero else ys))
+    y_ticks = ticks(min([*ys, *include]), max([*ys, *include]))
     whole = all(float(p.x).is_integer() for p in points)
     x_ticks = ticks(min(p.x for p in points), max(p.x for p in points), 5, tight=True, whole=whole)
-    x_of = _scale(x_ticks[0], x_ticks[-1], LEFT + 6, WIDTH - RIGHT - 6)
+    x_of = _scale(x_ticks[0], x_ticks[-1], LEFT + 12, WIDTH - RIGHT - 12)
     y_of = _scale(y_ticks[0], y_ticks[-1], HEIGHT - BOTTOM, TOP)
     parts = _axes(x_ticks, y_ticks, x_of, y_of, x_label, y_label)
-    for one in series:
-        drawn = [(x_of(p.x), y_of(p.y)) for p in one.points]
+    for place, one in enumerate(series):
+        # Whiskers at the same x would hide each other: side by side.
+        aside = 5 * (place - (len(series) - 1) / 2) if any(p.low is not None for p in points) else 0.0
+        drawn = [(x_of(p.x) + aside, y_of(p.y)) for p in one.points]
         body = []
         if one.joined and len(drawn) > 1:
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in drawn)
@@ -83,7 +85,7 @@ def forest(bars: Sequence[Bar], alt: str, x_label: str, zero: bool = True) -> Ma
     height = TOP + BOTTOM + row * len(bars) + head * sum(bool(name) for name in groups)
     values = [value for bar in bars for value in (bar.value, bar.low, bar.high) if value is not None]
     x_ticks = ticks(min([*values, 0.0] if zero else values), max([*values, 0.0] if zero else values), 5)
-    left = min(130, 16 + 6.3 * max(len(_short(bar.name)) for bar in bars))
+    left = min(146, 18 + 7 * max(len(_short(bar.name)) for bar in bars))
     x_of = _scale(x_ticks[0], x_ticks[-1], left, WIDTH - 22)
     bottom = height - BOTTOM
     parts = []
@@ -124,7 +126,7 @@ def swatch(style: int, dashed: bool = False) -> Markup:
 def ticks(low: float, high: float, most: int = 6, tight: bool = False, whole: bool = False) -> list[float]:
     """Round numbers from at most ``low`` to at least ``high``; ``tight`` keeps the ends, for an axis of steps."""
     if high - low < 1e-12:
-        pad = max(abs(low) * 0.1, 0.5 if tight else 1e-6)
+        pad = abs(low) * 0.1 or 1.0
         low, high = (low, high + 1) if whole else (low - pad, high + pad)
     step = _nice((high - low) / max(most - 1, 1))
     if whole:

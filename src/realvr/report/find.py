@@ -147,7 +147,7 @@ def _group(rest: Sequence[tuple[Result, str]]) -> list[Arm]:
 
 
 def _same(arm: Arm, result: Result, name: str) -> bool:
-    """Whether a result is about the model of an arm."""
+    """Whether a result is about the model of an arm. Runs may have moved since, so a path can only say yes."""
     for other in arm.results.values():
         first, second = other.model.get("weights"), result.model.get("weights")
         if first and second:
@@ -155,7 +155,8 @@ def _same(arm: Arm, result: Result, name: str) -> bool:
         for run, judged in ((other, result), (result, other)):
             if run.kind == "train" and judged.model.get("path"):
                 path = Path(str(judged.model["path"])).resolve()
-                return path == run.folder or run.folder in path.parents
+                if path == run.folder or run.folder in path.parents:
+                    return True
     return arm.name == name
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from realvr.benchmarks.comparison import compare
+from realvr.benchmarks.extract import POLICIES
 from realvr.benchmarks.score_command import predictions_of
 from realvr.benchmarks.scoring import ABLATIONS
 from realvr.report.charts import Bar, forest
@@ -43,7 +44,7 @@ def overview(results: Results, baseline: Arm | None) -> Section:
         section.parts += [headline_table(scored, "Benchmark scores, %"), *_headline_figure(scored)]
     else:
         section.parts += missing(EVAL)
-    if effects := _effects(main):
+    if effects := _effects(main, "What the latents do"):
         section.parts.append(effects)
     if baseline is not None and (table := _against(scored, baseline)):
         section.parts.append(table)
@@ -96,7 +97,7 @@ def _headline_figure(arms: Sequence[Arm]) -> list[Figures]:
     return [Figures("Five-task mean", [("Five-task mean, %", forest(bars, alt, "%", zero=False))])]
 
 
-def _effects(arms: Sequence[Arm]) -> Table | None:
+def _effects(arms: Sequence[Arm], caption: str) -> Table | None:
     """What the span does, in one line per arm."""
     rows: list[list[Cell | str]] = []
     for arm in arms:
@@ -111,7 +112,7 @@ def _effects(arms: Sequence[Arm]) -> Table | None:
         "edited pair answered correctly (two turns, mean over edits). Donor-answer lift: the whole span taken from "
         "the other view. Margin and cosine: mean of the last tenth of training, without an interval."
     )
-    return Table("What the latents do", header, rows, note) if rows else None
+    return Table(caption, header, rows, note) if rows else None
 
 
 def _ablation_cells(result: Result | None) -> list[Cell]:
@@ -164,6 +165,7 @@ def _against(arms: Sequence[Arm], baseline: Arm) -> Table | None:
             predictions_of(second.folder),
             first_latents=first.content.get("trained_latents"),
             second_latents=second.content.get("trained_latents"),
+            policy=_policy(first, second),
         )
         cells = [difference_cell(found["benches"].get(name), p=True) for name in names]
         rows.append([arm.name, *cells, difference_cell(found.get("five_task_mean"))])
@@ -173,6 +175,12 @@ def _against(arms: Sequence[Arm], baseline: Arm) -> Table | None:
     )
     caption = f"Difference from {baseline.name}, percentage points"
     return Table(caption, ["arm", *map(title, names), "five-task mean"], rows, note) if rows else None
+
+
+def _policy(*results: Result) -> str | None:
+    """The policy behind both summaries: they may have been scored again under another one than the predictions."""
+    named = {entry["policy"] for result in results for entry in result.content["benches"].values()}
+    return named.pop() if len(named) == 1 and named <= set(POLICIES) else None
 
 
 def _with_predictions(arm: Arm) -> Result | None:
@@ -187,7 +195,7 @@ def further(results: Results, published: Sequence[Any]) -> Section:
     scored = [arm for arm in arms if arm.get("eval")]
     if scored:
         section.parts.append(headline_table(scored, "Benchmark scores of further arms, %"))
-    if effects := _effects(arms):
+    if effects := _effects(arms, "Further arms: what the latents do"):
         section.parts.append(effects)
     others = [arm for arm in arms if not arm.get("eval")]
     if others:

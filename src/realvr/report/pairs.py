@@ -160,9 +160,14 @@ def _figures(arms: Sequence[Arm]) -> Figures:
         ("donor_lift", "Donor-answer lift", "points"),
         ("margin_shift", "Donor-margin shift", "nats"),
     ):
+        series = {}
         for arm in arms:
             with arm.results["exchange"].reading():
-                drawn = _series(arm.results["exchange"].content["rows"], key)
+                series[arm.name] = _series(arm.results["exchange"].content["rows"], key)
+        values = [p for drawn in series.values() for line in drawn for p in line.points]
+        ends_of_axis = [0.0, *(end for p in values for end in (p.low, p.high) if end is not None)]
+        for arm in arms:
+            drawn = series[arm.name]
             if not drawn:
                 continue
             ends = "; ".join(
@@ -170,7 +175,7 @@ def _figures(arms: Sequence[Arm]) -> Figures:
                 for line in drawn
             )
             alt = f"{arm.name}: {words} in {unit} over the number k of replaced latents. {ends}."
-            figures.append((f"{arm.name}: {words}", lines(drawn, alt, "replaced latents k", unit, zero=True)))
+            figures.append((f"{arm.name}: {words}", lines(drawn, alt, "replaced latents k", unit, ends_of_axis)))
     keys = [Key(place, words, place == 1) for place, (_, words) in enumerate(_SERIES)] + [
         Key(3, "unrelated donor, whole span")
     ]

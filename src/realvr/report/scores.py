@@ -195,8 +195,10 @@ def sweep(results: Results, published: Sequence[Any]) -> Section:
     panels = []
     for arm in results.arms:
         result = arm.get("sweep") or arm.get("eval")
-        if result and "sweep" in result.content:
-            with result.reading():
+        if result is None or "sweep" not in result.content:
+            continue
+        with result.reading():
+            if len(result.content["sweep"]["latents"]) > 2:  # K = 0 beside the trained K is the ablation above
                 panels.append((f"sweep-{arm.number}", arm.name, _sweep_parts(arm, result.content)))
     if panels:
         section.parts.append(
@@ -223,7 +225,7 @@ def _sweep_parts(arm: Arm, summary: Json) -> list[Any]:
     drawn.append(Line("mean", [Point(int(k), v) for k, v in found["mean"].items()], len(drawn)))
     spoken = ", ".join(f"K = {k}: {number(v, sign=True)}" for k, v in found["mean"].items())
     alt = f"{arm.name}: difference from K = {found['reference']} in points over K, per benchmark. Mean: {spoken}."
-    figure = lines(drawn, alt, "latents K", "points", zero=True)
+    figure = lines(drawn, alt, "latents K", "points", include=[0.0])
     keys = [Key(line.style, line.name, line.dashed) for line in drawn]
     caption = f"{arm.name}: difference from the trained K = {found['reference']}, percentage points"
     note = "Mean and oracle have no interval here; the best K is chosen after the fact and so overstates."

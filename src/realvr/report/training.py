@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from realvr.report.charts import Line, Point, lines
-from realvr.report.parts import Cell, Figures, Key, Section, Table, Text, missing, number
+from realvr.report.parts import Cell, Figures, Fold, Key, Section, Table, Text, missing, number
 from realvr.report.results import Arm, Json, Results
 from realvr.report.scores import last_tenth
 
@@ -15,14 +15,14 @@ COMMAND = "realvr train rl CONFIG --run.out DIR"
 _METRICS = {
     "rl": {
         "reward": "Reward",
-        "reward/accuracy": "Accuracy reward",
-        "reward/format": "Format reward",
         "evidence/margin": "Evidence margin g",
         "evidence/cos_positive": "Cosine to p⁺",
         "evidence/cos_hardest_negative": "Cosine to the hardest negative",
         "evidence/active_hinge": "Slots with an active hinge",
-        "evidence/credit_mass": "Credit mass Σγ",
         "loss": "Loss",
+        "reward/accuracy": "Accuracy reward",
+        "reward/format": "Format reward",
+        "evidence/credit_mass": "Credit mass Σγ",
         "loss/policy": "Policy loss",
         "loss/evidence": "Evidence loss",
         "groups/without_variance": "Groups without variance",
@@ -47,6 +47,8 @@ _METRICS = {
         "grad_norm": "Gradient norm",
     },
 }
+_FIRST = {"reward", "evidence/margin", "evidence/cos_positive", "evidence/active_hinge", "loss", "latents/cos_target"}
+"""Metrics that are shown at once, with those listed before them."""
 _TITLES = {"base": "Base model", "sft": "Stage 1: reconstruction", "rl": "Stage 2: reinforcement learning"}
 _LAST = {
     "rl": ("reward", "evidence/margin", "evidence/cos_positive", "evidence/active_hinge", "loss"),
@@ -77,7 +79,8 @@ def training(results: Results) -> Section:
 
 
 def _stage(name: str, arms: Sequence[Arm]) -> list[Any]:
-    figures, widest = [], 1
+    figures: list[tuple[str, Any]] = []
+    widest, first = 1, 0
     for metric, words in _METRICS[name].items():
         series, spoken = [], []
         for arm in arms:
@@ -90,9 +93,16 @@ def _stage(name: str, arms: Sequence[Arm]) -> list[Any]:
         if series:
             alt = f"{words} over training steps: {'; '.join(spoken)}."
             figures.append((words, lines(series, alt, "step", "")))
+            first = len(figures) if metric in _FIRST else first
     note = "Every step as it was logged." if widest == 1 else f"Each point is the mean of up to {widest} steps."
     keys = [Key(arm.number, arm.name) for arm in arms]
-    parts: list[Any] = [Figures(_TITLES[name], figures, keys, switch=True, note=note, id=f"curves-{name}")]
+
+    def shown(which: Sequence[tuple[str, Any]], id: str) -> Figures:
+        return Figures(_TITLES[name], which, keys, switch=True, note=note, id=id)
+
+    parts: list[Any] = [shown(figures[:first], f"curves-{name}")]
+    if figures[first:]:
+        parts.append(Fold("More curves", [shown(figures[first:], f"more-{name}")]))
     return [*parts, _last(name, arms)]
 
 

@@ -8,6 +8,7 @@ linear heads that are dropped at export).
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from realvr.data.sample import Sample
 from realvr.data.wording import formatted, response_text
 from realvr.errors import UserError
 from realvr.latent.engine import advance, token_logprobs
+from realvr.training.ahead import ahead
 from realvr.training.examples import Encoder, mixture, share_of_batch
 from realvr.training.sft import load_backbone
 from realvr.training.sft_step import SftBatch, SftExample, pack_rows
@@ -37,7 +39,7 @@ NOTHING = ""
 
 @dataclass
 class BaseBatch:
-    """Rows of one example each (question or caption), and dense labels of every visual token."""
+    """Rows of examples (questions or captions), and dense labels of every visual token."""
 
     rows: SftBatch
     caption_M: Tensor  # bool: the labelled token belongs to a caption
@@ -134,15 +136,13 @@ class BaseTask:
         self.module = BaseStep(backbone, settings, [len(names) for names in self.classes])
         self.encoder = Encoder(backbone, backbone.context_length)
         self.kept: dict[int, _Rows] = {}
+        self._position: dict[str, Any] | None = None
+        self._ahead: Iterator[Any] | None = None
 
     def prepare(self, step: int) -> Prepared:
-        optim = self.settings.optim
-        generator = torch.Generator().manual_seed((self.settings.run.seed * 1_000_003 + step) * 4099 + self.ranks.rank)
-        stream = self._examples()
-        pairs = [next(stream) for _ in range(self.share)]
-        micro = [
-            self._batch(pairs[i : i + optim.microbatch], generator) for i in range(0, len(pairs), optim.microbatch)
-        ]
+        micro = next(self._steps(step))
+        for batch in micro:
+            batch.rows.unstack_images()
         own = {
             "next_token": sum(int((~m.caption_M).sum()) for m in micro),
             "caption": sum(int(m.caption_M.sum()) for m in micro),
@@ -158,17 +158,38 @@ class BaseTask:
         world = torch.tensor(1 / self.ranks.world, device=self.backbone.device)
         return Prepared(micro, {"tokens": (tokens, world)})
 
-    def _examples(self) -> Iterator[_Rows]:
-        fruitless = 0
-        for sample in self.samples:
-            found = self._encode(sample)
-            if found is not None:
-                fruitless = 0
-                yield found
-                continue
-            fruitless += 1
-            if fruitless > self.samples.epoch_size:
-                raise UserError(f"no example of the data can be used: {dict(self.encoder.rejected)}")
+    def _steps(self, step: int) -> Iterator[list[BaseBatch]]:
+        """Microbatches of ``step`` and the following ones; worker processes make them ahead of time."""
+        if self._ahead is None:
+            self._ahead = ahead(self._make, self._orders(step), self.settings.data.workers)
+        for (position, _), micro in self._ahead:
+            self._position = position
+            yield micro
+
+    def _orders(self, step: int) -> Iterator[tuple[dict[str, Any], tuple[int, list[Sample]]]]:
+        """Per step: where the data stands after it, and what it is made of."""
+        stream = iter(self.samples)
+        while True:
+            drawn = [next(stream) for _ in range(self.share)]
+            yield self.samples.state_dict(), (step, drawn)
+            step += 1
+
+    def _make(self, order: tuple[int, list[Sample]]) -> list[BaseBatch]:
+        """Encode and lay out one step. May run in another process."""
+        step, drawn = order
+        size, rank = self.settings.optim.microbatch, self.ranks.rank
+        generator = torch.Generator().manual_seed((self.settings.run.seed * 1_000_003 + step) * 4099 + rank)
+        found = [rows for rows in (self._encode(sample) for sample in drawn) if rows is not None]
+        if len(found) <= len(drawn) - size:  # a microbatch would be empty
+            raise UserError(
+                f"step {step + 1}: {len(drawn) - len(found)} of {len(drawn)} examples cannot be used: "
+                f"{dict(self.encoder.rejected)}"
+            )
+        made = [self._batch(found[i : i + size], generator) for i in range(0, len(found), size)]
+        if self.settings.data.workers:
+            for batch in made:
+                batch.rows.stack_images()
+        return made
 
     def _encode(self, sample: Sample) -> _Rows | None:
         """Rows of a sample, or None (counted) where it cannot be used; from memory with ``data.keep_encoded``."""
@@ -185,13 +206,17 @@ class BaseTask:
             return None
         rows, captions = [self._row(prompt, spoken(sample), sample.id)], [False]
         labels = [_dense_labels(sample, [image.grid for image in prompt.images], self.classes)]
-        caption = sample.meta.get("caption")
+        caption = sample.meta.get("caption") if self._captioned(sample) else None
         if isinstance(caption, str) and caption and len(prompt.images) == 1:
             request = self.backbone.prompt([Turn("user", CAPTION_REQUEST, list(prompt.images))])
             rows.append(self._row(request, caption, f"{sample.id}/caption"))
             captions.append(True)
             labels.append(labels[0])
         return rows, captions, labels
+
+    def _captioned(self, sample: Sample) -> bool:
+        """Whether the caption of this sample is used: a fixed share of the samples, by name."""
+        return zlib.crc32(sample.id.encode()) % 10_000 < self.settings.caption_ratio * 10_000
 
     def _row(self, prompt: Prompt, text: str, name: str) -> SftExample:
         ids = [*self.backbone.prompts.encode_text(text)[0], self.backbone.end_of_turn_id]
@@ -203,7 +228,7 @@ class BaseTask:
         captions = [flag for _, flags, _ in pairs for flag in flags]
         packed = pack_rows(
             self.backbone,
-            [[example] for example in examples],
+            _side_by_side(examples),
             jitter=self.settings.position_jitter,
             generator=generator,
         )
@@ -213,13 +238,27 @@ class BaseTask:
         return BaseBatch(packed, caption_M, dense, {})
 
     def state_dict(self) -> dict[str, Any]:
-        return {"samples": self.samples.state_dict()}
+        return {"samples": self._position or self.samples.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.samples.load_state_dict(state["samples"])
+        self._position, self._ahead = None, None
 
     def export(self, directory: Path) -> None:
         self.backbone.save(directory)
+
+
+def _side_by_side(examples: Sequence[SftExample]) -> list[list[SftExample]]:
+    """Rows no longer than the longest example, filled in order: a dialogue is twice as long as a question."""
+    width, used = max(len(example) for example in examples), 0
+    rows: list[list[SftExample]] = []
+    for example in examples:
+        if not rows or used + len(example) > width:
+            rows.append([])
+            used = 0
+        rows[-1].append(example)
+        used += len(example)
+    return rows
 
 
 def spoken(sample: Sample) -> str:

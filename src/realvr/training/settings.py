@@ -212,6 +212,8 @@ class BaseSettings(TrainSettings):
     """Weight of the next-token loss on the answer."""
     caption_weight: float = Field(default=1.0, ge=0)
     """Weight of the next-token loss on captions, for samples that have one."""
+    caption_ratio: float = Field(default=1.0, ge=0, le=1)
+    """Share of the samples whose caption is used; each costs as much as a question."""
     dense_weight: float = Field(default=0.5, ge=0)
     """Weight of the auxiliary loss that predicts labels from single visual tokens, for samples that have them."""
     position_jitter: int = Field(default=0, ge=0)

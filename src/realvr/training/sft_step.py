@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.batch import collate
-from realvr.backbone.types import ImageInput, Prompt
+from realvr.backbone.types import Grid, ImageInput, Prompt
 from realvr.latent.engine import advance, token_logprobs
 from realvr.maths import reconstruction
 from realvr.training.task import Metrics
@@ -68,6 +68,25 @@ class SftBatch:
     tokens_total: float = 1.0  # labelled tokens of the whole optimizer step
     targets_total: float = 1.0  # examples with targets of the whole optimizer step
     names: list[str] = field(default_factory=list)
+    stacked: tuple[Tensor, list[tuple[Grid, str, int]], list[int]] | None = None
+
+    def stack_images(self) -> None:
+        """Put the pixels of all images into one tensor: a worker sends each tensor through a file of its own."""
+        unique = list({image.key: image for image in self.images}.values())
+        pixels = torch.cat([image.pixels for image in unique]) if unique else torch.empty(0)
+        order = {image.key: place for place, image in enumerate(unique)}
+        facts = [(image.grid, image.key, len(image.pixels)) for image in unique]
+        self.stacked = pixels, facts, [order[image.key] for image in self.images]
+        self.images = ()
+
+    def unstack_images(self) -> None:
+        """Undo `stack_images`; the images share its memory."""
+        if self.stacked is None:
+            return
+        pixels, facts, order = self.stacked
+        parts = pixels.split([length for _, _, length in facts]) if facts else ()
+        unique = [ImageInput(part, grid, key) for part, (grid, key, _) in zip(parts, facts, strict=True)]
+        self.images, self.stacked = tuple(unique[place] for place in order), None
 
     def to(self, device: torch.device) -> SftBatch:
         for name, value in vars(self).items():
@@ -233,7 +252,7 @@ def _lay_out(backbone: Backbone, example: SftExample) -> dict[str, Tensor]:
     after = first + len(example.targets) + 1 if len(example.targets) else first
     return {
         "ids": example.prompt.ids,
-        "positions": batch.positions[..., 0, :].T,
+        "positions": batch.positions[..., 0, :].movedim(-1, 0),
         "place": column,
         "image": batch.image_BT[0],
         "slot": slot,

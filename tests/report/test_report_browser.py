@@ -1,0 +1,121 @@
+"""The page in headless Chromium: it loads without a complaint, its switches work, it fits a phone.
+
+REALVR_SCREENSHOTS=DIR keeps the pictures that the last test takes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from chromium import Page, chromium
+from report_cases import ARMS
+
+pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium on this machine; `make browser` installs it")
+
+
+@pytest.fixture
+def tab(page: Path) -> Iterator[Page]:
+    """The page in a fresh browser; whatever it complains about fails the test."""
+    with Page() as tab:
+        tab.open(page)
+        yield tab
+        tab.run("1")  # collects events that are still on their way
+        assert not tab.complaints
+        assert all(url.startswith(("file:", "data:", "about:")) for url in tab.requests), tab.requests
+
+
+def test_everything_is_there(tab: Page) -> None:
+    assert tab.run("document.querySelectorAll('main > section').length") == 9
+    assert tab.run("Array.from(document.querySelectorAll('main > section h2')).every(one => one.offsetHeight > 0)")
+    assert tab.run("document.querySelectorAll('svg.chart').length") > 20
+    names = (
+        "Array.from(document.querySelectorAll('#overview table')[0].querySelectorAll('tbody th')).map(t => t.innerText)"
+    )
+    assert tab.run(names) == list(ARMS)
+    assert tab.run("Array.from(document.querySelectorAll('figure svg.chart')).some(s => s.getBBox().width > 200)")
+
+
+def test_protocol_buttons_show_one_panel_at_a_time(tab: Page) -> None:
+    shown = (
+        "Array.from(document.querySelectorAll('#counterfactual .panel')).filter(p => p.offsetHeight > 0).map(p => p.id)"
+    )
+    pressed = (
+        "Array.from(document.querySelectorAll('#counterfactual .switch [aria-pressed=true]')).map(b => b.dataset.panel)"
+    )
+    assert tab.run(shown) == tab.run(pressed) == ["protocol-two-turn-keep"]
+    tab.run("document.querySelector('[data-panel=protocol-separate]').click()")
+    assert tab.run(shown) == tab.run(pressed) == ["protocol-separate"]
+    tab.run("document.querySelector('[data-panel=protocol-two-turn-drop]').focus()")
+    tab.press("Enter", 13)
+    assert tab.run(shown) == tab.run(pressed) == ["protocol-two-turn-drop"]
+
+
+def test_a_legend_button_hides_its_arm_in_its_figures(tab: Page) -> None:
+    button = "document.querySelector('#curves-rl button[data-shows=\"2\"]')"
+    lines = "Array.from(document.querySelectorAll('#curves-rl g[data-arm=\"{}\"]'))"
+    visible = f"{lines}.filter(line => getComputedStyle(line).display !== 'none').length"
+    before, other = tab.run(visible.format(2)), tab.run(visible.format(1))
+    assert before > 3 and other > 0
+    tab.run(f"{button}.click()")
+    assert tab.run(visible.format(2)) == 0 and tab.run(visible.format(1)) == other
+    assert tab.run(f"{button}.getAttribute('aria-pressed')") == "false"
+    tab.run(f"{button}.click()")
+    assert tab.run(visible.format(2)) == before
+
+
+def test_dark_mode_follows_the_system_then_the_button_and_is_kept(tab: Page, page: Path) -> None:
+    background = "getComputedStyle(document.body).backgroundColor"
+    pressed = "document.getElementById('theme').getAttribute('aria-pressed')"
+    dark, light = "rgb(13, 17, 23)", "rgb(255, 255, 255)"
+    tab.scheme("light")
+    assert (tab.run(background), tab.run(pressed)) == (light, "false")
+    tab.scheme("dark")
+    assert (tab.run(background), tab.run(pressed)) == (dark, "true")
+    tab.run("document.getElementById('theme').click()")
+    assert (tab.run(background), tab.run(pressed)) == (light, "false")
+    tab.open(page)
+    assert (tab.run(background), tab.run(pressed)) == (light, "false")
+    tab.scheme("light")
+    tab.run("document.getElementById('theme').click()")
+    tab.open(page)
+    assert (tab.run(background), tab.run(pressed)) == (dark, "true")
+
+
+def test_the_keyboard_reaches_the_results_first(tab: Page) -> None:
+    tab.press("Tab", 9)
+    assert tab.run("document.activeElement.className") == "skip"
+    assert tab.run("document.activeElement.getBoundingClientRect().left") >= 0
+    tab.press("Enter", 13)
+    assert tab.run("document.activeElement.id") == "main"
+    tab.run("document.getElementById('theme').focus()")
+    tab.press("Tab", 9)
+    assert tab.run("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    tab.run("document.querySelector('#provenance summary').focus()")
+    tab.press("Enter", 13)
+    assert tab.run("document.querySelector('#provenance details').open")
+
+
+@pytest.mark.parametrize("width", [320, 390, 1280])
+def test_nothing_but_tables_scrolls_sideways(tab: Page, width: int) -> None:
+    tab.resize(width)
+    tab.run("document.querySelectorAll('details').forEach(one => one.open = true)")
+    assert tab.run("document.documentElement.scrollWidth") <= width
+    small = "Array.from(document.querySelectorAll('button')).filter(b => b.offsetHeight && b.offsetHeight < 32).length"
+    assert tab.run(small) == 0
+
+
+def test_it_can_be_looked_at(tab: Page, tmp_path: Path) -> None:
+    folder = Path(os.environ.get("REALVR_SCREENSHOTS") or tmp_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, width, scheme in (("desktop", 1280, "light"), ("dark", 1280, "dark"), ("phone", 390, "light")):
+        tab.resize(width)
+        tab.scheme(scheme)
+        tab.screenshot(folder / f"{name}.png")
+        with Image.open(folder / f"{name}.png") as picture:
+            assert picture.width == width and picture.height >= 900
+            assert len(picture.convert("RGB").getcolors(1 << 24) or ()) > 20

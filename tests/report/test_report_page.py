@@ -1,0 +1,378 @@
+"""The report's numbers against the records they come from, and the page against what a page must be."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from html_tree import Element, read
+from realvr.cli import main
+from report_cases import ARMS
+
+SECTIONS = [
+    "overview",
+    "training",
+    "benchmarks",
+    "ablation",
+    "sweep",
+    "counterfactual",
+    "exchange",
+    "further",
+    "provenance",
+]
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def plain(cell: str) -> float:
+    """The number of a cell, without interval, dagger and typographic minus."""
+    return float(cell.split("|")[0].replace("†", "").replace("\u2212", "-"))
+
+
+@pytest.fixture(scope="module")
+def tree(page: Path) -> Element:
+    return read(page)
+
+
+def column(table: list[list[str]], name: str) -> int:
+    return table[0].index(name)
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+def test_headline_scores_are_the_shares_of_right_answers(tree: Element, results: Path) -> None:
+    table = tree.table("Benchmark scores, %")
+    assert [row[0] for row in table[1:]] == list(ARMS)
+    for row in table[1:]:
+        asked = [
+            one
+            for one in records(results / "eval" / row[0].lower() / "predictions.jsonl")
+            if one["bench"] == "mmvp"
+            and one["condition"] == "own"
+            and one["latents"] == (0 if row[0] == "Direct" else 3)
+        ]
+        right = sum(one["text"] == f"<answer>{one['answer']}</answer>" for one in asked)
+        assert plain(row[column(table, "MMVP")]) == pytest.approx(100 * right / len(asked), abs=0.051)
+        assert "†" in row[column(table, "MMVP")] and "|[" in row[column(table, "MMVP")]  # few questions; an interval
+        five = [plain(cell) for cell in row[1:6]]
+        assert plain(row[6]) == pytest.approx(sum(five) / 5, abs=0.1)
+
+
+def test_ablation_and_difference_from_the_baseline_are_paired_differences(tree: Element, results: Path) -> None:
+    def right(arm: str, condition: str, latents: int) -> dict[str, bool]:
+        found = records(results / "eval" / arm / "predictions.jsonl")
+        chosen = [
+            one for one in found if (one["bench"], one["condition"], one["latents"]) == ("mmvp", condition, latents)
+        ]
+        return {one["question"]: one["text"] == f"<answer>{one['answer']}</answer>" for one in chosen}
+
+    own, mean = right("realvr", "own", 3), right("realvr", "mean", 3)
+    lvr = right("lvr-rl", "own", 3)
+    assert own.keys() == mean.keys() == lvr.keys()
+    (row,) = [row for row in tree.table("Span ablation")[1:] if row[:2] == ["ReaLVR", "MMVP"]]
+    assert plain(row[6]) == pytest.approx(100 * (sum(mean.values()) - sum(own.values())) / len(own), abs=0.051)
+    table = tree.table("Difference from LVR-RL")
+    (row,) = [row for row in table[1:] if row[0] == "ReaLVR"]
+    assert plain(row[1]) == pytest.approx(100 * (sum(own.values()) - sum(lvr.values())) / len(own), abs=0.051)
+    assert [row[0] for row in table[1:]] == ["Direct", "ReaLVR"]
+
+
+@pytest.mark.parametrize(
+    ("panel", "protocol", "span"),
+    [
+        ("Two turns, span kept", "two-turn", "keep"),
+        ("Two turns, span dropped", "two-turn", "drop"),
+        ("Separate", "separate", None),
+    ],
+)
+def test_flips_are_counted_per_protocol_and_edit(
+    tree: Element, results: Path, panel: str, protocol: str, span: str | None
+) -> None:
+    table = tree.table(f"{panel}: paired behaviour")
+    found = [
+        one
+        for one in records(results / "counterfactual/realvr/counterfactual.jsonl")
+        if one["protocol"] == protocol and one["edit"] == "shape_swap" and (span is None or one["first_span"] == span)
+    ]
+    changed = [one for one in found if one["truths"][0] != one["truths"][1]]
+    strict = sum(one["extracted"] == one["truths"] for one in changed)
+    false = sum(one["extracted"][0] != one["extracted"][1] for one in found if one not in changed)
+    (row,) = [row for row in table[1:] if row[:2] == ["ReaLVR", "shape swap"]]
+    assert row[2] == f"{len(changed)} / {len(found) - len(changed)}"
+    assert plain(row[column(table, "strict flip, %")]) == pytest.approx(100 * strict / len(changed), abs=0.051)
+    assert row[column(table, "strict flip, %")].endswith(f" {strict}/{len(changed)}")
+    assert row[column(table, "false flip, %")].endswith(f" {false}/{len(found) - len(changed)}")
+    names = {row[0] for row in table[1:]}
+    assert ("Direct (no span)" if protocol == "two-turn" else "Direct") in names
+
+
+def test_donor_lift_is_the_frequency_above_the_sham(tree: Element, results: Path) -> None:
+    found = records(results / "exchange/realvr/exchange.jsonl")
+
+    def frequency(condition: str, selector: str) -> float:
+        rows = [one for one in found if one["condition"] == condition and one["selector"] == selector]
+        return 100 * sum(one["extracted"] == one["donor_truth"] for one in rows) / len(rows)
+
+    sham = next(one["selector"] for one in found if one["condition"] == "sham")
+    lift = frequency("swap", "full") - frequency("sham", sham)
+    (row,) = [row for row in tree.table("Exchange")[1:] if row[:2] == ["ReaLVR", "whole span"]]
+    assert plain(row[3]) == pytest.approx(lift, abs=0.051)
+    table = tree.table("What the latents do")
+    (row,) = [row for row in table[1:] if row[0] == "ReaLVR"]
+    assert plain(row[column(table, "donor-answer lift (points)")]) == pytest.approx(lift, abs=0.051)
+    last = records(results / "train/realvr/metrics.jsonl")[-1]  # four steps: the last tenth is one
+    assert plain(row[column(table, "evidence margin g")]) == pytest.approx(last["evidence/margin"], abs=0.00051)
+
+
+def test_differences_are_read_under_the_policy_of_the_scores(results: Path, tmp_path: Path, capsys: Any) -> None:
+    root = tmp_path / "runs"
+    for name in ("lvr-rl", "realvr"):
+        shutil.copytree(results / "eval" / name, root / name)
+        assert main(["score", str(root / name), "--policy", "vlmevalkit"]) == 0  # reads no letter inside the tags
+    assert main(["report", str(root), "--out", str(tmp_path / "out"), "--baseline", "lvr-rl"]) == 0
+    tree = read(tmp_path / "out/index.html")
+    assert [plain(row[1]) for row in tree.table("Benchmark scores, %")[1:]] == [0.0, 0.0]
+    (row,) = tree.table("Difference from lvr-rl")[1:]
+    assert plain(row[1]) == 0.0
+
+
+def test_published_numbers_are_set_apart_and_marked(tree: Element) -> None:
+    marked = [one for one in tree.all("table") if "published, not measured here" in next(one.all("caption")).text()]
+    assert len(marked) >= 10 and all(one.inside("published") for one in marked)
+    assert not any(one.inside("published") for one in tree.all("table") if one not in marked)
+    (row,) = [row for row in tree.table("Qwen2.5-VL-7B, %")[1:] if row[0] == "ReaLVR"]
+    assert row[1:] == ["72.0|± 0.4", "55.8|± 0.3", "71.8|± 0.3", "66.6|± 0.3", "52.2|± 0.2", "63.7|± 0.2"]
+
+
+def test_data_json_holds_the_tables_unrounded(page: Path, results: Path) -> None:
+    data = json.loads((page.parent / "data.json").read_text(encoding="utf-8"))
+    assert [section["id"] for section in data["sections"]] == SECTIONS
+    table = data["sections"][0]["tables"][0]
+    summary = json.loads((results / "eval/realvr/summary.json").read_text())
+    assert table["rows"][2][1]["value"] == summary["benches"]["mmvp"]["headline"]
+
+
+def test_a_long_run_is_drawn_as_means_of_equal_parts(tmp_path: Path) -> None:
+    run = tmp_path / "long"
+    run.mkdir()
+    steps = [{"step": i + 1, "loss": float(i), "seconds": 1.0} for i in range(400)] + [{"step": 401, "loss": None}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps) + '{"step": 402, "lo')
+    assert main(["report", str(run), "--out", str(tmp_path / "out")]) == 0
+    tree = read(tmp_path / "out/index.html")
+    assert "Each point is the mean of up to 4 steps." in tree.text()
+    (line,) = tree.all("polyline")
+    assert len(line.attributes["points"].split()) == 100
+    (chart,) = tree.all("svg", role="img")
+    assert chart.attributes["aria-label"] == "Loss over training steps: long from 1.5 to 398."  # means of 0…3, 396…399
+    (row,) = tree.table("Base model: mean of the last tenth")[1:]
+    assert row[5] == "379.500|40 of 400 steps" and row[2] == "401"
+
+
+# ---------------------------------------------------------------------- arms
+
+
+def test_without_a_list_arms_are_the_models(results: Path, tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    shutil.copytree(results, root, ignore=shutil.ignore_patterns("demo.json", "final", "checkpoints"))
+    # The records name the training folders of the original place: they moved, so names decide.
+    assert main(["report", str(root), "--out", str(tmp_path / "out")]) == 0
+    tree = read(tmp_path / "out/index.html")
+    table = tree.table("What the latents do")
+    rows = {row[0]: row for row in table[1:]}
+    assert set(rows) == {"direct", "lvr-rl", "realvr", "ablations/no-negatives"}
+    assert "–" not in rows["realvr"]  # training, evaluation, pairs and exchange came together
+    assert "a demonstration" not in tree.text()
+
+
+def test_an_evaluation_elsewhere_finds_its_training_run_by_its_weights(results: Path, tmp_path: Path) -> None:
+    folders = [results / "train/realvr", tmp_path / "scores", tmp_path / "swaps"]
+    shutil.copytree(results / "eval/realvr", folders[1])
+    shutil.copytree(results / "exchange/realvr", folders[2])
+    assert main(["report", *map(str, folders), "--out", str(tmp_path / "out")]) == 0
+    rows = read(tmp_path / "out/index.html").table("What the latents do")[1:]
+    assert [row[0] for row in rows] == ["realvr"]
+
+
+def test_several_checkpoints_stand_behind_their_mean(results: Path, tmp_path: Path, capsys: Any) -> None:
+    root = tmp_path / "seeds"
+    for name in ("lvr-rl", "realvr"):
+        shutil.copytree(results / "eval" / name, root / name)
+    assert main(["score", str(root)]) == 0
+    assert main(["report", str(root), "--out", str(tmp_path / "out")]) == 0
+    tree = read(tmp_path / "out/index.html")
+    (row,) = tree.table("Benchmark scores, %")[1:]
+    assert row[0] == "seeds" and row[1].endswith(", 2 runs")
+    values = [plain(line[1]) for line in tree.table("Benchmark scores of further arms")[1:]]
+    assert plain(row[1]) == pytest.approx(sum(values) / 2, abs=0.1)
+
+
+# ---------------------------------------------------------------------- the page
+
+
+def test_names_and_outputs_from_outside_are_text(results: Path, tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    shutil.copytree(results, root, ignore=shutil.ignore_patterns("final", "checkpoints"))
+    evil = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>"
+    demo = json.loads((root / "demo.json").read_text())
+    demo["arms"][2]["name"] = evil
+    demo["notes"] = [evil]
+    (root / "demo.json").write_text(json.dumps(demo))
+    assert main(["report", str(root), "--out", str(tmp_path / "out"), "--title", evil]) == 0
+    tree = read(tmp_path / "out/index.html")
+    assert len(list(tree.all("script"))) == 2 and not list(tree.all("img"))
+    assert evil in [row[0] for row in tree.table("Benchmark scores, %")]
+    assert next(tree.all("h1")).text() == evil
+    assert any(evil in chart.attributes["aria-label"] for chart in tree.all("svg", role="img"))
+    assert not any(name.startswith("on") for element in tree.all() for name in element.attributes)
+
+
+def test_the_page_needs_nothing_outside_it(tree: Element, page: Path) -> None:
+    for element in tree.all():
+        for name in ("src", "href", "data", "action", "srcset"):
+            value = element.attributes.get(name)
+            assert value is None or value.startswith(("#", "data:")) or value == "data.json", (element.tag, value)
+    style = next(tree.all("style")).text()
+    assert "url(" not in style and "@import" not in style
+    assert "fetch(" not in page.read_text() and "XMLHttpRequest" not in page.read_text()
+    policy = next(one for one in tree.all("meta") if "http-equiv" in one.attributes)
+    assert policy.attributes["content"].startswith("default-src 'none'")
+
+
+def test_structure_serves_readers_without_a_mouse_or_a_picture(tree: Element) -> None:
+    levels = [int(one.tag[1]) for one in tree.all() if re.fullmatch("h[1-6]", one.tag)]
+    assert levels.count(1) == 1 and all(b <= a + 1 for a, b in zip(levels, levels[1:], strict=False))
+    outside = [
+        one.text() for one in tree.all("caption") if not any(one in fold.all("caption") for fold in tree.all("details"))
+    ]
+    assert len(outside) == len(set(outside)) > 8  # two tables of one name cannot be told apart by ear
+    ids = [one.attributes["id"] for one in tree.all() if "id" in one.attributes]
+    assert len(ids) == len(set(ids)) and set(SECTIONS) <= set(ids)
+    for button in tree.all("button"):
+        assert button.attributes["type"] == "button" and button.attributes["aria-pressed"] in ("true", "false")
+        assert button.attributes.get("aria-controls", "main") in ids
+        assert button.text().strip()
+    charts = [one for one in tree.all("svg") if one.attributes.get("class") == "chart"]
+    assert len(charts) > 20
+    assert all(one.attributes["role"] == "img" and len(one.attributes["aria-label"]) > 30 for one in charts)
+    assert all(one.attributes.get("aria-hidden") == "true" for one in tree.all("svg") if one not in charts)
+    assert next(one for one in tree.all("a")).attributes["href"] == "#main"  # the first thing Tab reaches
+    assert all(next(one.all("th")).attributes["scope"] == "col" for one in tree.all("table"))
+    assert next(tree.all("html")).attributes["lang"] == "en"
+
+
+def test_colours_have_contrast_in_both_themes(tree: Element) -> None:
+    style = next(tree.all("style")).text()
+    blocks = [dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in re.findall(r"{([^{}]*--page: [^{}]*)}", style)]
+    light, dark, system = blocks
+    assert dark == system and light.keys() == dark.keys()
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    def contrast(first: str, second: str) -> float:
+        high, low = sorted((luminance(first), luminance(second)), reverse=True)
+        return (high + 0.05) / (low + 0.05)
+
+    for theme in (light, dark):
+        for behind in ("page", "panel", "warn", "paper"):
+            assert contrast(theme["text"], theme[behind]) >= 7
+            assert contrast(theme["soft"], theme[behind]) >= 4.5
+        for front in ("link", *(f"c{i}" for i in range(8))):
+            assert contrast(theme[front], theme["page"]) >= 4.5
+
+
+def test_missing_parts_say_which_command_makes_them(results: Path, tmp_path: Path) -> None:
+    assert main(["report", str(results / "exchange/realvr"), "--out", str(tmp_path / "out")]) == 0
+    tree = read(tmp_path / "out/index.html")
+    sections = {one.attributes["id"]: one.text() for one in tree.all("section")}
+    assert list(sections) == SECTIONS
+    for name, verb in {
+        "overview": "eval",
+        "training": "train rl",
+        "benchmarks": "eval",
+        "ablation": "eval",
+        "sweep": "eval",
+        "counterfactual": "counterfactual",
+        "further": "train rl",
+    }.items():
+        assert "Not in these results" in sections[name] and f"realvr {verb} " in sections[name]
+    assert "Not in these results" not in sections["exchange"]
+
+
+def test_provenance_names_weights_files_and_a_command_that_runs(tree: Element, results: Path) -> None:
+    (section,) = tree.all("section", id="provenance")
+    record = json.loads((results / "eval/realvr/eval.json").read_text())
+    assert record["responder"]["weights"] in section.text()
+    assert all(bench["sha256"] in section.text() for bench in record["benches"].values())
+    assert record["versions"]["torch"] in section.text()
+    (command,) = [one.text() for one in section.all("pre") if f"--out {results / 'eval/realvr'}" in one.text()]
+    words = command.split()
+    assert words[:2] == ["realvr", "eval"] and "--latents" in words
+    assert main(words[1:]) == 0  # everything is there, so it only has to agree with what was recorded
+
+
+def test_the_same_results_give_the_same_page_without_torch(page: Path, results: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom realvr.cli import main\n"
+        f"assert main(['report', {str(results)!r}, '--out', {str(tmp_path)!r}]) == 0\n"
+        "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{tmp_path / 'index.html'}\n"
+    assert (tmp_path / "index.html").read_bytes() == page.read_bytes()
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+def refused(capsys: Any, *arguments: str | Path) -> str:
+    assert main(["report", *map(str, arguments)]) == 2
+    return capsys.readouterr().err
+
+
+def test_bad_input_is_named(results: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    (tmp_path / "empty").mkdir()
+    assert "looked for metrics.jsonl" in refused(capsys, tmp_path / "empty", "--out", out)
+    assert "not a folder" in refused(capsys, tmp_path / "nowhere", "--out", out)
+    assert "no run named" in refused(capsys, "--out", out)
+    (tmp_path / "file").write_text("")
+    said = refused(capsys, results, "--out", tmp_path / "file" / "report")
+    assert "cannot be written" in said and "--out" in said
+    assert "LVR-RL" in refused(capsys, results, "--out", out, "--baseline", "nobody")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("summary.json", "{", "summary.json: damaged"),
+        ("summary.json", "[]", "summary.json: a JSON object is expected"),
+        ("summary.json", '{"x": 1}', "summary.json: has no 'benches'"),
+        ("summary.json", '{"benches": {"mmvp": {}}}', "summary.json: not what realvr writes"),
+        ("counterfactual.json", '{"protocols": {"separate": {"edits": []}}}', "counterfactual.json: not what realvr"),
+        ("exchange.json", '{"rows": [{}]}', "exchange.json: not what realvr writes"),
+        ("metrics.jsonl", '{"step": 1}\n{"loss": 2}\n', "metrics.jsonl, line 2: not the metrics of a step"),
+        ("metrics.jsonl", '{"step": 1, "loss": "high"}\n', "metrics.jsonl: not what realvr writes"),
+        ("demo.json", '{"arms": [1]}', "demo.json: not what realvr demo writes"),
+        ("predictions.jsonl", "", "realvr score"),
+    ],
+)
+def test_damaged_results_are_named(file: str, content: str, said: str, tmp_path: Path, capsys: Any) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / file).write_text(content)
+    assert said in refused(capsys, run, "--out", tmp_path / "out")

@@ -1,0 +1,108 @@
+"""Encoding ahead of the loop, and keeping what was encoded, change no number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from realvr.backbone.tiny import build
+from realvr.errors import UserError
+from realvr.training import loop
+from realvr.training.ahead import ahead
+from stage_runs import configure, make, numbers, run, world, write
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("qwen3-vl", "tiny", tmp_path_factory.mktemp("model") / "new")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Questions, and two-turn dialogues over two pictures, twice as long."""
+    return write(world(6) + world(6, split="sequels"), tmp_path_factory.mktemp("data"))
+
+
+def settings(model: Path, file: Path, out: Path, /, **changes: Any) -> dict[str, Any]:
+    optim = {"steps": 4, "batch": 6, "microbatch": 3}
+    return configure("base", model, file, out, optim=optim, position_jitter=4, caption_ratio=0.5, **changes)
+
+
+def test_results_come_in_order_with_their_notes() -> None:
+    orders = [(f"note {i}", i) for i in range(7)]
+    for workers in (0, 2):
+        made = list(ahead(lambda order: order**2, iter(orders), workers))
+        assert made == [((f"note {i}", i), i * i) for i in range(7)]
+
+
+def test_workers_change_no_number(model: Path, data: Path, tmp_path: Path) -> None:
+    plain = run("base", settings(model, data, tmp_path / "a"))
+    ahead_of_time = run("base", settings(model, data, tmp_path / "b", data={"workers": 2}))
+    assert numbers(plain) == numbers(ahead_of_time)
+
+
+def test_a_run_with_workers_resumes_where_the_loop_was_not_where_they_were(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    """At step 2 the workers have drawn the data of later steps; a resumed run must draw them again."""
+    whole = run("base", settings(model, data, tmp_path / "a"))
+    task, found, engine = make("base", settings(model, data, tmp_path / "b", data={"workers": 2}))
+    task.prepare(0)
+    task.prepare(1)
+    state = task.state_dict()
+    again, _, _ = make("base", settings(model, data, tmp_path / "c", data={"workers": 2}))
+    again.load_state_dict(state)
+    names = [name for batch in again.prepare(2).microbatches for name in batch.names]
+    other, _, _ = make("base", settings(model, data, tmp_path / "d"))
+    for step in range(2):
+        other.prepare(step)
+    assert names == [name for batch in other.prepare(2).microbatches for name in batch.names]
+    assert len(whole) == 4 and found.data.workers == 2 and engine.world == 1
+
+
+@pytest.mark.parametrize("kind", ["sft", "base"])
+def test_keeping_encoded_examples_changes_no_number(kind: str, model: Path, data: Path, tmp_path: Path) -> None:
+    optim = {"steps": 5, "batch": 6, "microbatch": 3}  # 30 draws of 12 examples
+    found = [
+        run(kind, configure(kind, model, data, tmp_path / str(keep), optim=optim, data={"keep_encoded": keep}))
+        for keep in (False, True)
+    ]
+    assert numbers(found[0]) == numbers(found[1])
+
+
+def test_a_kept_example_is_not_encoded_again(model: Path, data: Path, tmp_path: Path) -> None:
+    task, _, _ = make("base", settings(model, data, tmp_path, data={"keep_encoded": True}))
+    for step in range(2):
+        task.prepare(step)
+    first = dict(task.kept)
+    for step in range(2, 4):
+        task.prepare(step)
+    assert len(first) == 12 and all(task.kept[name] is rows for name, rows in first.items())
+
+
+def test_both_at_once_are_refused(model: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="exclude each other"):
+        make("base", settings(model, data, tmp_path, data={"keep_encoded": True, "workers": 1}))
+
+
+def test_a_step_of_unusable_examples_stops_with_their_reason(model: Path, data: Path, tmp_path: Path) -> None:
+    broken = write(world(4), tmp_path / "broken")
+    for picture in sorted((tmp_path / "broken").rglob("*.png")):
+        picture.write_bytes(b"nothing")
+    task, found, engine = make("base", settings(model, broken, tmp_path / "run"))
+    with pytest.raises(UserError, match="cannot be used.*unreadable_image"):
+        loop.train(task, found, engine)
+
+
+def test_stacked_images_come_back_equal(model: Path, data: Path, tmp_path: Path) -> None:
+    task, _, _ = make("base", settings(model, data, tmp_path))
+    (first, *_) = task.prepare(0).microbatches
+    before = first.rows.images
+    first.rows.stack_images()
+    assert first.rows.images == () and first.rows.stacked is not None
+    first.rows.unstack_images()
+    assert [image.key for image in before] == [image.key for image in first.rows.images]
+    assert all(torch.equal(a.pixels, b.pixels) for a, b in zip(before, first.rows.images, strict=True))
