@@ -88,7 +88,7 @@ def stage1_settings(settings: DemoSettings) -> dict[str, Any]:
     """As a settings file would say it."""
     rows = settings.stage1_rows
     return _common(settings, "mini-base", plan.SHORT_STAGE1, settings.stage1_steps) | {
-        "optim": _optim(3e-4, settings.stage1_steps, rows, rows),
+        "optim": _optim(settings.stage1_lr, settings.stage1_steps, rows, rows),
         "pack_tokens": 256,
         "position_jitter": 16,
         "hide_image_ratio": 0.5,
@@ -101,7 +101,7 @@ def stage2_settings(settings: DemoSettings, arm: Arm) -> dict[str, Any]:
     prompts = settings.rl_prompts
     return _common(settings, "mini", f"{arm.folder}/train", settings.rl_steps) | {
         "method": arm.method,
-        "optim": _optim(2e-4, settings.rl_steps, prompts, prompts),
+        "optim": _optim(settings.rl_lr, settings.rl_steps, prompts, prompts),
         "group": settings.group,
         "temperature": 1.0,
         "max_new": plan.MAX_NEW,
