@@ -63,6 +63,19 @@ def test_what_is_no_pair_is_counted_and_named() -> None:
     assert len(told.lines()) == 5 and len(pairs) == 24 - 5
 
 
+def test_a_picture_that_is_not_there_takes_no_pair_away(tmp_path: Path) -> None:
+    write(world_samples(2), "jsonl", tmp_path / "samples.jsonl")
+    whole, _ = read_pairs(tmp_path / "samples.jsonl")
+    picture = whole[0].edited.images[0].path
+    assert picture is not None
+    picture.unlink()
+    pairs, report = read_pairs(tmp_path / "samples.jsonl")
+    assert [pair.id for pair in pairs] == [pair.id for pair in whole] and not any(report.counts().values())
+    found = asked(Says(oracle), pairs, tmp_path)["protocols"]["separate"]["all"]
+    assert found["errors"] == 1 and found["pairs"] == len(whole)
+    assert found["parse_coverage"]["count"] == found["parse_coverage"]["of"] - 1 == 2 * len(whole) - 1
+
+
 def test_files_without_pairs_are_refused(tmp_path: Path) -> None:
     plain = [replace(sample, pair=None) for sample in world_samples(1)]
     write(iter(plain), "jsonl", tmp_path / "plain.jsonl")
@@ -79,6 +92,19 @@ def test_controls_are_a_derangement() -> None:
         assert sorted(controls) == sorted(pair.id for pair in pairs[:count])
         assert all(pair.id != control for pair, control in zip(pairs, controls, strict=False))
     assert unrelated(pairs[:1]) == [None] and unrelated([]) == []
+
+
+def test_a_control_shows_another_scene() -> None:
+    """Four edits of the same five scenes: half way round the list stands the same scene again."""
+    pairs = world_pairs(5)[:20]
+    shared = [
+        replace(pair, original=replace(pair.original, images=pairs[n % 5].original.images))
+        for n, pair in enumerate(pairs)
+    ]
+    for n, control in enumerate(unrelated(shared)):
+        assert control is not None and control.original.images != shared[n].original.images
+    two = replace(pairs[0], original=replace(pairs[0].original, images=pairs[0].original.images * 2))
+    assert unrelated([two, pairs[1], pairs[2]])[0] is None  # nobody else shows two pictures
 
 
 # ---------------------------------------------------------------------- responders with known answers
@@ -278,6 +304,19 @@ def test_an_interrupted_run_asks_only_for_what_is_missing(tmp_path: Path) -> Non
     assert sum(again.batches) < 24
     asked(again := Says(oracle), pairs, cut, batch=3)
     assert again.batches == []
+
+
+def test_a_kill_may_cut_through_a_character(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    text = [{"pair": "a", "text": "größer"}, {"pair": "b", "text": "\ud83d"}, {"pair": "c", "text": "größer"}]
+    journal = Journal(path, lambda row: row["pair"])
+    journal.add(text)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.rindex(b"\xc3") + 1])
+    again = Journal(path, lambda row: row["pair"])
+    assert again.done == {"a", "b"}
+    again.add(text)
+    assert path.read_bytes() == whole and read_records(path, lambda row: row["pair"]) == text
 
 
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:

@@ -247,6 +247,34 @@ def test_a_budget_other_than_the_trained_one_is_said(
     assert {row["latents"] for row in lines(tmp_path)} == {5, 0}
 
 
+def test_a_checkpoint_trained_without_a_span_is_asked_without_one(
+    build_tiny: Any, world: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backbone = Backbone.load(build_tiny("qwen2.5-vl"), dtype=torch.float32, device="cpu", latents=0)
+    direct = str(backbone.save(tmp_path / "direct"))  # as `realvr train base` leaves it: markers, and K = 0
+    bench = ["--bench", f"mmvp={world['mmvp']}", "--max-new", "2", "--limit", "2", "--device", "cpu"]
+    assert main(["eval", direct, *bench, "--out", str(tmp_path / "out")]) == 0
+    assert "was trained with K = 0: it answers without a span" in capsys.readouterr().err
+    assert [(row["condition"], row["latents"]) for row in lines(tmp_path / "out")] == [("own", 0)] * 2
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["trained_latents"] == 0 and summary["benches"]["mmvp"]["ablation"] == {}
+    assert "latents" not in (tmp_path / "out" / "summary.md").read_text()
+    assert main(["eval", direct, *bench, "--latents", "4", "--out", str(tmp_path / "four")]) == 2
+    assert "direct: the model was not trained with latent slots" in capsys.readouterr().err
+
+
+def test_a_model_without_markers_is_refused_before_its_weights_are_read(
+    build_tiny: Any, world: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(build_tiny("qwen2.5-vl"), model)
+    (model / "model.safetensors").write_bytes(b"no weights")
+    assert main(["eval", str(model), "--bench", f"mmvp={world['mmvp']}", "--out", str(tmp_path / "out")]) == 2
+    assert f"{model}: the model was not trained with latent slots: evaluate it with --latents 0" in (
+        capsys.readouterr().err
+    )
+
+
 def test_wrong_input_is_one_line(
     model: Path, build_tiny: Any, world: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import csv
+import json
 import shutil
 from collections import Counter
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
-from eval_cases import make_world
+from eval_cases import Oracle, lines, make_world
 from realvr.benchmarks.questions import load, parse_bench, subset
+from realvr.benchmarks.runner import EvalSettings, evaluate
 from realvr.data.sample import ImageRef, Sample
 from realvr.errors import UserError
 
@@ -93,6 +97,55 @@ def test_an_unreadable_image_stays_a_question_and_a_bad_row_is_counted(world: di
     assert "row 5" in found.examples["answer_not_in_choices"]
     with pytest.raises(UserError, match="row 5: answer_not_in_choices"):
         load("mmvp", folder, strict=True)
+
+
+def damaged_copies(world: dict[str, Path], folder: Path) -> dict[str, tuple[Path, int, str]]:
+    """Benchmarks with images that are broken where they stand in the data: (path, questions, what the errors say)."""
+    blink = folder / "BLINK"
+    shutil.copytree(world["blink"], blink)
+    file = blink / "Counting" / "val-00000-of-00001.parquet"
+    table = parquet.read_table(file)
+    cells = table.to_pydict()
+    cells["image_1"][0] = None  # no image in the whole row
+    cells["image_1"][1] = {"bytes": b"", "path": None}
+    parquet.write_table(pyarrow.Table.from_pydict(cells, schema=table.schema), file)
+
+    header, *rows = world["hrbench-4k"].read_text().splitlines()
+    place = header.split("\t").index("image")
+    empty, bad = rows[0].split("\t"), rows[5].split("\t")
+    empty[place], bad[place] = "", "!no base64!"
+    rows[0], rows[5] = "\t".join(empty), "\t".join(bad)
+    (folder / "hr_bench_4k.tsv").write_text("\n".join([header, *rows]) + "\n")
+
+    shutil.copytree(world["mme-realworld"].parent, folder / "mme")
+    entries = json.loads(world["mme-realworld"].read_text())
+    entries[0]["Image"], entries[1]["Image"] = "", "../outside.png"
+    (folder / "mme" / "MME_RealWorld.json").write_text(json.dumps(entries))
+
+    asked = {"question": "Which?", "choices": ["x", "y"], "answer": "A"}
+    inline = [{"id": "1", "images": [{"base64": "%%%"}], **asked}, {"id": "2", "images": ["gone.png"], **asked}]
+    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in inline))
+    return {
+        "blink": (blink, 10, "all empty|holds no image"),
+        "hrbench-4k": (folder / "hr_bench_4k.tsv", 12, "is empty|invalid base64"),
+        "mme-realworld": (folder / "mme", 5, "'Image' is empty|not inside"),
+        "own": (folder / "own.jsonl", 2, "invalid base64|no such image"),
+    }
+
+
+def test_an_image_broken_in_the_data_itself_stays_in_the_denominator(world: dict[str, Path], tmp_path: Path) -> None:
+    for name, (path, count, said) in damaged_copies(world, tmp_path).items():
+        questions = load(name, path)
+        assert len(questions) == count and not questions.dropped
+        summary = evaluate(Oracle(), [questions], tmp_path / "out" / name, EvalSettings(ablation=False))
+        found = [row for row in lines(tmp_path / "out" / name) if row["error"]]
+        assert len(found) == 2 and not any(row["correct"] for row in found)
+        assert {part for part in said.split("|") for row in found if part in row["error"]} == set(said.split("|"))
+        entry = summary["benches"][name]
+        assert (entry["n"], entry["errors"]) == (count, 2)
+        assert entry["metrics"].get("micro", entry["headline"]) == pytest.approx(100 * (count - 2) / count)
+        with pytest.raises(UserError, match="policy is strict" if name != "own" else "base64"):
+            load(name, path, strict=True)
 
 
 def test_wrong_input_says_what_is_expected_where(world: dict[str, Path], tmp_path: Path) -> None:

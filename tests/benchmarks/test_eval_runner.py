@@ -259,6 +259,43 @@ def test_a_question_that_cannot_be_asked_stays_in_the_denominator(world: dict[st
         assert torch.equal(oracle.given["mmvp", question][1], own_latents(donor, 3))
 
 
+def test_without_a_donor_only_the_exchange_is_missing(world: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "MMVP"
+    shutil.copytree(world["mmvp"], folder)
+    for number in (3, 4, 5, 6):  # one pair is left, and a pair does not exchange within itself
+        (folder / "MMVP Images" / f"{number}.png").unlink()
+    summary = evaluate(Oracle(), [load("mmvp", folder)], tmp_path / "out", batch=4)
+    right = Counter(row["condition"] for row in lines(tmp_path / "out") if row["correct"])
+    assert right == {"own": 4, "mean": 2}
+    errors = {row["error"] for row in lines(tmp_path / "out") if row["condition"] == "other" and row["question"] < "3"}
+    assert errors == {"no question about another image could be asked: nothing to exchange"}
+    assert summary["benches"]["mmvp"]["ablation"]["mean"]["difference"] == 0
+
+
+class Rolling(Oracle):
+    """Remembers the seeds of its requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rolled: dict[tuple[Any, ...], set[int]] = {}
+
+    def reply(self, requests: Sequence[Request], plans: Sequence[Plan]) -> list[list[Reply]]:
+        for request in requests:
+            self.rolled.setdefault((request.sample.task, request.sample.id), set()).add(request.seed)
+        return super().reply(requests, plans)
+
+
+def test_every_question_has_seeds_of_its_own(benches: list[Questions], tmp_path: Path) -> None:
+    found = []
+    for batch in (2, 5):
+        responder = Rolling()
+        evaluate(responder, benches[:2], tmp_path / str(batch), EvalSettings(seeds=(0, 1)), batch=batch)
+        found.append(responder.rolled)
+    assert found[0] == found[1]  # the same in whatever batch, and under every condition
+    seeds = [seed for some in found[0].values() for seed in some]
+    assert len(found[0]) == 16 and len(seeds) == len(set(seeds)) == 32
+
+
 class Hasty(Speaker):
     """Cannot take one of the prompts, as where it is longer than the context."""
 

@@ -61,6 +61,29 @@ def test_score_writes_three_files(tmp_path: Path, capsys: pytest.CaptureFixture[
     )
 
 
+def test_a_narrow_terminal_shows_everything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = run(tmp_path / "run", 6)
+    more = [prediction(n, n < 3, condition=c, latents=k) for n in range(10) for c, k in (("own", 0), ("mean", 4))]
+    lost = Prediction("mmvp", "10", "own", 4, 0, "A", error="a.png: no such image file", finish="error")
+    write_predictions(folder / "predictions.more.jsonl", [*more, lost])
+    (folder / "eval.json").write_text(
+        json.dumps({"responder": {"latents": 4}, "expected": {"mmvp": 11, "blink": 5, "own": 3}})
+    )
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["score", str(folder), "--beside", "ReaLVR@Qwen2.5-VL-7B"]) == 0
+    out = capsys.readouterr().out
+    assert max(len(line) for line in out.splitlines() if not line.startswith("wrote")) <= 80
+    first = out[: out.index("Without")].split()
+    assert {"benchmark", "interval", "policy", "unread", "latents", "strict"} <= set(first)  # no word is cut
+    assert {"54.5", "30.0"} <= set(first) and "72.0 ± 0.4" in out  # own 6 of 11, ablated 3 of 10, published
+    flat = " ".join(out.split())
+    assert "1 of 11 answers are missing and count as wrong, the first for question 10: a.png: no such image" in flat
+    assert "BLINK has no predictions yet." in flat and "own has no predictions yet." in flat
+    assert summary(folder)["not_begun"] == ["blink", "own"]
+
+
 def test_shards_torn_lines_and_conditions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run(tmp_path / "run", 2, total=4)
     more = [prediction(n, True) for n in range(4, 8)] + [prediction(n, n == 0, latents=0) for n in range(8)]
@@ -74,7 +97,7 @@ def test_shards_torn_lines_and_conditions(tmp_path: Path, capsys: pytest.Capture
     assert printed["trained_latents"] == 4
     assert (entry["headline"], entry["ablation"]["none"]["difference"]) == (75.0, -62.5)
     table = (folder / "summary.md").read_text()
-    assert "| MMVP | -62.5 | 0.0 | 4 |" in table
+    assert "| MMVP | no span | 12.5 | -62.5 |" in table and "best K" not in table  # two K are no sweep
 
 
 def test_score_again_under_another_policy(tmp_path: Path) -> None:

@@ -173,6 +173,17 @@ def test_ablation() -> None:
     assert set(entry["ablation"]) == {"none", "other"}
 
 
+def test_a_difference_is_drawn_question_by_question() -> None:
+    """The same six of twelve right: no draw makes a difference. One more right: none makes it worse."""
+    own = [row("validation", n, n % 2 == 0) for n in range(12)]
+    same = [row("validation", n, n % 2 == 0, condition="mean") for n in range(12)]
+    more = [row("validation", n, n % 2 == 0 or n == 1, condition="other") for n in range(12)]
+    cells = one([*own, *same, *more])["ablation"]
+    assert cells["mean"]["difference_ci"] == [0.0, 0.0]
+    low, high = cells["other"]["difference_ci"]
+    assert low == 0.0 and high > 100 / 12
+
+
 def test_direct_model_and_missing_trained_k() -> None:
     direct = summarise([row("mmvp", n, True, latents=0) for n in range(4)], trained_latents=0, resamples=50)
     assert direct["benches"]["mmvp"]["headline"] == 100.0 and direct["benches"]["mmvp"]["ablation"] == {}
@@ -195,6 +206,9 @@ def test_five_task_mean_needs_all_five() -> None:
     assert means["own"]["mean"] == pytest.approx((30 + 40 + 30 + 40 + 30) / 5)
     assert means["none"]["difference"] == pytest.approx(-20.0)
     assert "mean" not in means, "only four of the five"
+    whole = [row("mme-realworld", n, True) for n in range(10)]  # beside the Lite set, which is the paper's
+    both = summarise([*five(), *whole], trained_latents=8, resamples=50)["five_task_mean"]["own"]
+    assert both["mean"] == pytest.approx(34.0) and both["tasks"][-1] == "mme-realworld-lite"
     assert "five_task_mean" not in summarise(five()[10:], trained_latents=8, resamples=50)
     wrong_k = [replace(r, latents=4) if r.bench == "mmvp" else r for r in five()]
     assert "five_task_mean" not in summarise(wrong_k, trained_latents=8, resamples=50)

@@ -110,6 +110,15 @@ def read_config(source: str) -> tuple[Any, Family]:
     return config, _refuse_unsupported(source, config.model_type)
 
 
+def trained_latents(source: str) -> int | None:
+    """K of a checkpoint, without reading its weights; None where its tokenizer lacks the latent markers."""
+    config, _ = read_config(source)
+    vocabulary = _load_tokenizer(source).get_vocab()
+    if any(token not in vocabulary for token in MARKERS):
+        return None
+    return int((getattr(config, CONFIG_KEY, None) or {}).get("latents", DEFAULT_LATENTS))
+
+
 def _refuse_unsupported(source: str, model_type: str | None) -> Family:
     family = family_of(model_type or "")
     if family is None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from realvr.benchmarks.processes import Ranks
     from realvr.benchmarks.questions import Questions
     from realvr.benchmarks.responder import Responder
+    from realvr.benchmarks.runner import EvalSettings
     from realvr.latent.sampling import Sampling
 
 INTERRUPTED = 130
@@ -216,26 +217,50 @@ def evaluate(
 
 def run(job: Job) -> int:
     """Everything one process does."""
-    from realvr.backbone.loading import read_config
     from realvr.benchmarks.processes import Ranks
     from realvr.commands.quiet import quiet_transformers
 
     quiet_transformers()
     job.check()
     job.sampling()
-    for model in job.models:
-        read_config(model)  # a wrong path should not cost the reading of gigabytes
+    settings = [
+        settings_of(job, model) for model in job.models
+    ]  # a wrong model should not cost the reading of gigabytes
     ranks = Ranks.from_environment()
     ranks.start()
     questions = read_questions(job, show=ranks.rank == 0)
     summaries = {}
-    for model, name in zip(job.models, model_names(job.models), strict=True):
+    for model, name, chosen in zip(job.models, model_names(job.models), settings, strict=True):
         folder = Path(job.out) if len(job.models) == 1 else Path(job.out) / name
-        summaries[name] = _one(job, model, name, questions, folder, ranks)
+        summaries[name] = _one(job, model, name, chosen, questions, folder, ranks)
     ranks.stop()
     if ranks.rank == 0:
         report(summaries, Path(job.out))
     return 0
+
+
+def settings_of(job: Job, model: str) -> EvalSettings:
+    """What decides the predictions of a checkpoint; refuses, from its configuration alone, what it cannot be asked.
+
+    A checkpoint that was trained with K = 0 is asked without a span. One without marker tokens has no K: that it is
+    to be asked without a span has to be said.
+    """
+    from realvr.backbone.loading import trained_latents
+    from realvr.benchmarks.runner import EvalSettings, budgets
+
+    trained, asked = trained_latents(model), job.budgets()
+    settings = EvalSettings(
+        latents=(0,) if asked is None and trained == 0 else asked,
+        ablation=job.ablation,
+        seeds=tuple(range(job.seeds or 1)),
+        policy=job.policy,
+        exchange_seed=job.exchange_seed,
+    )
+    try:
+        budgets(settings, trained or 0)
+    except UserError as error:
+        raise UserError(f"{model}: {error}") from None
+    return settings
 
 
 def model_names(models: Sequence[str]) -> list[str]:
@@ -296,24 +321,27 @@ def _reading(name: str, show: bool) -> Iterator[Any]:
         yield lambda fraction: progress.update(task, completed=fraction)
 
 
-def _one(job: Job, model: str, name: str, questions: Sequence[Questions], folder: Path, ranks: Ranks) -> dict[str, Any]:
+def _one(
+    job: Job,
+    model: str,
+    name: str,
+    settings: EvalSettings,
+    questions: Sequence[Questions],
+    folder: Path,
+    ranks: Ranks,
+) -> dict[str, Any]:
     """Evaluate one checkpoint."""
-    from realvr.benchmarks.runner import EvalSettings, budgets
+    from realvr.benchmarks.runner import budgets
     from realvr.benchmarks.runner import evaluate as ask_everything
 
     responder = load_responder(job, model, name, ranks)
-    settings = EvalSettings(
-        latents=job.budgets(),
-        ablation=job.ablation,
-        seeds=tuple(range(job.seeds or 1)),
-        policy=job.policy,
-        exchange_seed=job.exchange_seed,
-    )
     chosen = budgets(settings, responder.latents)
     others = [latents for latents in job.budgets() or () if latents not in (0, responder.latents)]
     if ranks.rank == 0 and others:
         listed = ", ".join(map(str, others))
         _note(f"{model} was trained with K = {responder.latents}; K = {listed} was chosen explicitly")
+    if ranks.rank == 0 and job.latents is None and not any(chosen.own):
+        _note(f"{model} was trained with K = 0: it answers without a span, and there are no latents to ablate")
     if ranks.rank == 0 and job.ablation and chosen.exchanged is None and any(chosen.own):
         _note("latents are exchanged at the trained K, which is not among --latents: no mean and other conditions")
     return ask_everything(
@@ -364,12 +392,10 @@ def versions(responder: Responder) -> dict[str, str]:
 
 def report(summaries: dict[str, dict[str, Any]], out: Path) -> None:
     """Print the tables; for several checkpoints also write mean ± std."""
-    from rich.console import Console
-
     from realvr.benchmarks import tables
     from realvr.benchmarks.scoring import aggregate
 
-    console = Console()
+    console = tables.wide_console()
     for name, summary in summaries.items():
         if len(summaries) > 1:
             console.print(name, style="bold", markup=False)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from realvr.benchmarks.records import json_line
+from realvr.benchmarks.store import trim, write_atomically
 from realvr.errors import UserError
 
 Record = dict[str, Any]
@@ -30,17 +32,20 @@ class Journal:
         self.records = read_records(path, key) if path.exists() else []
         self.done = {key(record) for record in self.records}
         if path.exists():
-            _cut_partial_line(path)
+            trim(path)
 
     def add(self, records: Iterable[Record]) -> None:
         """Append those whose key is new, and sync."""
         fresh = [record for record in records if self.key(record) not in self.done]
         if not fresh:
             return
-        with self.path.open("a", encoding="utf-8") as target:
-            target.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in fresh)
-            target.flush()
-            os.fsync(target.fileno())
+        try:
+            with self.path.open("ab") as target:
+                target.write("".join(json_line(record) + "\n" for record in fresh).encode())
+                target.flush()
+                os.fsync(target.fileno())
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be written ({error.strerror or error})") from None
         self.records += fresh
         self.done |= {self.key(record) for record in fresh}
 
@@ -48,9 +53,9 @@ class Journal:
 def read_records(path: Path, key: Callable[[Record], Hashable]) -> list[Record]:
     """Whole lines of a record file, in order; of records with the same key the first stands."""
     found: dict[Hashable, Record] = {}
-    with path.open(encoding="utf-8") as source:
+    with path.open("rb") as source:  # a kill may cut through a character, too
         for number, line in enumerate(source, 1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 break
             try:
                 record = json.loads(line)
@@ -60,14 +65,6 @@ def read_records(path: Path, key: Callable[[Record], Hashable]) -> list[Record]:
                     f"{path}, line {number}: not a record ({error}); delete the line to run it again"
                 ) from None
     return list(found.values())
-
-
-def _cut_partial_line(path: Path) -> None:
-    with path.open("rb+") as file:
-        data = file.read()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            file.truncate(whole)
 
 
 def claim(folder: Path, name: str, settings: dict[str, Any]) -> None:
@@ -85,9 +82,7 @@ def claim(folder: Path, name: str, settings: dict[str, Any]) -> None:
                 )
             return
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = note.with_suffix(".tmp")
-        temporary.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        temporary.replace(note)
+        write_json(note, settings)
     except (OSError, ValueError) as error:
         raise UserError(f"{note}: cannot be used ({error})") from None
 
@@ -102,9 +97,7 @@ def _changes(before: Any, now: Any, name: str = "") -> list[str]:
 
 def write_json(path: Path, content: Any) -> None:
     """Replace a file as a whole."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_atomically(path, json.dumps(content, indent=2) + "\n")
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:

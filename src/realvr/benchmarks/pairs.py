@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from realvr.benchmarks.questions import image_key
+from realvr.data.readers.base import ReadOptions
 from realvr.data.reading import Report, read
 from realvr.data.sample import Sample
 from realvr.errors import UserError
@@ -101,7 +103,9 @@ def read_pairs(path: str | Path, limit: int | None = None) -> tuple[list[Pair], 
     if limit is not None and limit < 1:
         raise UserError(f"--limit is {limit}: at least one pair per edit is needed")
     reading = Report()
-    pairs, report = pair_up(read(path, report=reading))
+    # A picture that cannot be used is met when it is asked about, and its pair stays in the denominators.
+    options = ReadOptions(check_images="none", broken_images="keep")
+    pairs, report = pair_up(read(path, options=options, report=reading))
     report.dropped_rows = sum(reading.dropped.values())
     if not pairs:
         raise UserError(
@@ -181,7 +185,17 @@ def fingerprint(pairs: Iterable[Pair]) -> str:
 
 
 def unrelated(pairs: Sequence[Pair]) -> list[Pair | None]:
-    """For each pair another one, whose picture serves as the unrelated control: a fixed derangement, half way round
-    the list, so that it is mostly of another edit. None where there is only one pair."""
-    count = len(pairs)
-    return [pairs[(index + max(count // 2, 1)) % count] if count > 1 else None for index in range(count)]
+    """For each pair another one, whose picture serves as the unrelated control: the first, from half way round the list
+    on, that shows as many pictures and none of its own (data may edit one scene in several ways). None where there is
+    none."""
+    keys = [{image_key(image) for view in pair.views for image in view.images} for pair in pairs]
+    return [_control(pairs, keys, index) for index in range(len(pairs))]
+
+
+def _control(pairs: Sequence[Pair], keys: Sequence[set[Hashable]], index: int) -> Pair | None:
+    count, shown = len(pairs), len(pairs[index].original.images)
+    for step in range(count):
+        other = (index + max(count // 2, 1) + step) % count
+        if len(pairs[other].original.images) == shown and not keys[other] & keys[index]:
+            return pairs[other]
+    return None

@@ -17,6 +17,7 @@ from realvr.benchmarks import counterfactual_summary, exchange_summary
 from realvr.benchmarks.extract import POLICIES
 from realvr.benchmarks.pair_files import Journal, Record, claim, write_csv, write_json
 from realvr.benchmarks.pairs import Pair, PairReport, fingerprint, read_pairs, unrelated
+from realvr.benchmarks.tables import wide_console
 from realvr.errors import UserError
 
 if TYPE_CHECKING:
@@ -96,9 +97,9 @@ def counterfactual(
             measure_all(responder.backbone, pairs, unrelated(pairs), moved, count, batch, advance)
     kept = {pair.id for pair in pairs}
     summary = counterfactual_summary.summarise_pairs(_of(answers, kept), _of(moved, kept))
-    report = counterfactual_summary.report(summary, responder.name)
+    report = counterfactual_summary.report(summary, model)
     _write(out, "counterfactual", summary | {"settings": settings}, report, counterfactual_summary.csv_rows(summary))
-    _show(counterfactual_summary.HEADER, counterfactual_summary.table_rows(summary), responder.name, out)
+    _show(counterfactual_summary.HEADER, counterfactual_summary.table_rows(summary), model, out)
     return 0
 
 
@@ -171,9 +172,9 @@ def exchange(
     with _progress("pairs", len(changed)) as advance:
         exchange_all(responder.backbone, changed, unrelated(changed), journal, options, advance)
     summary = exchange_summary.summarise_exchange(journal.records)
-    report = exchange_summary.report(summary, responder.name)
+    report = exchange_summary.report(summary, model)
     _write(out, "exchange", summary | {"settings": settings}, report, exchange_summary.csv_rows(summary))
-    _show(exchange_summary.HEADER, exchange_summary.table_rows(summary), responder.name, out)
+    _show(exchange_summary.HEADER, exchange_summary.table_rows(summary), model, out)
     return 0
 
 
@@ -232,7 +233,7 @@ def _responder(
 
 def _latents(model: str, responder: ModelResponder, asked: int | None) -> int:
     """K to ask with: what was asked for where that makes sense, else the checkpoint's."""
-    if asked and responder.backbone.markers_added:
+    if asked and not responder.latents:
         raise UserError(
             f"{model} was never trained with latent slots, so --latents {asked} would read untrained markers: "
             "use --latents 0, or train Stage 1 first (realvr train sft)"
@@ -284,9 +285,7 @@ def _write(out: Path, name: str, summary: dict[str, Any], report: str, rows: Seq
 
 
 def _show(header: Sequence[str], rows: Sequence[Sequence[str]], title: str, out: Path) -> None:
-    console = Console()
-    if not console.is_terminal:  # a file or pipe has no width of its own; the tables are wider than 80 columns
-        console = Console(width=150)
+    console = wide_console()
     table = Table(*header, title=title)
     for row in rows:
         table.add_row(*row)

@@ -1,8 +1,8 @@
 """The questions of a benchmark, in the order in which they are asked. Images stay undecoded.
 
-A row whose image cannot be opened stays a question: it is met when it is asked, recorded with its error, and counts as
-wrong. A row that cannot become a question at all (no answer, broken text, …) is counted in ``dropped`` and reported.
-Nothing here imports torch.
+A row whose image is missing or cannot be opened stays a question: it is met when it is asked, recorded with its error,
+and counts as wrong. A row that cannot become a question at all (no answer, broken text, …) is counted in ``dropped``
+and reported. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -119,7 +119,11 @@ def load(
     usual = CATALOG[name].tasks if name in CATALOG else ()
     chosen = tuple(usual if tasks is None else tasks)
     options = ReadOptions(
-        images=images, policy="strict" if strict else "skip", check_images="none", mmvp_corrected=mmvp_corrected
+        images=images,
+        policy="strict" if strict else "skip",
+        check_images="none",
+        mmvp_corrected=mmvp_corrected,
+        broken_images="drop" if strict else "keep",
     )
     report = Report(on_progress=on_progress)
     samples: list[Sample] = []

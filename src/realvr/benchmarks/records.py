@@ -64,17 +64,17 @@ class Prediction:
 
     def to_json(self) -> str:
         """One line, without the line break."""
-        text = json.dumps(asdict(self), ensure_ascii=False)
-        # Half a surrogate pair, as JSON data may hold it, has no UTF-8: escaped, it survives.
-        return text if _encodable(text) else json.dumps(asdict(self))
+        return json_line(asdict(self))
 
 
-def _encodable(text: str) -> bool:
+def json_line(row: dict[str, Any]) -> str:
+    """A JSON object in one line that has UTF-8: half a surrogate pair, as JSON data may hold it, is escaped."""
+    text = json.dumps(row, ensure_ascii=False)
     try:
         text.encode()
     except UnicodeEncodeError:
-        return False
-    return True
+        return json.dumps(row)
+    return text
 
 
 _NAMES = {item.name for item in fields(Prediction)}

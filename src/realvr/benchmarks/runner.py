@@ -146,6 +146,11 @@ def evaluate(
             lock.release()
 
 
+def _alone(item: Asked) -> Asked:
+    """A question that no latents can be exchanged with: all that could be asked are about its own images."""
+    return Asked(item.sample, [], item.error or "no question about another image could be asked: nothing to exchange")
+
+
 def _check(benches: Sequence[Questions], settings: EvalSettings, batch: int) -> None:
     if not benches:
         raise UserError("no benchmark named: --bench NAME=PATH")
@@ -291,10 +296,14 @@ class Run:
         loaded = ahead([batch for _, batch in share], self.gallery)
         for (bench, batch), asked in zip(share, loaded, strict=True):
             asked = [self._with_own_error(bench, item, latents) for item in asked]
-            for seed, conditions in self._exchanged_missing(bench, batch, latents).items():
-                plans = [Plan(latents, self._given(bench, condition, asked)) for condition in conditions]
-                replies = self.asker.ask(bench.name, asked, plans, seed)
-                self._append(bench, asked, [(condition, latents) for condition in conditions], replies, seed, meter)
+            for seed, missing in self._exchanged_missing(bench, batch, latents).items():
+                # Both conditions from one reading of the prompts, unless some question has nobody to exchange with.
+                for conditions in [missing] if bench.donors else [[condition] for condition in missing]:
+                    items = asked if bench.donors or conditions != ["other"] else [_alone(item) for item in asked]
+                    plans = [Plan(latents, self._given(bench, condition, items)) for condition in conditions]
+                    replies = self.asker.ask(bench.name, items, plans, seed)
+                    names = [(condition, latents) for condition in conditions]
+                    self._append(bench, items, names, replies, seed, meter)
 
     def _exchanged_missing(self, bench: _Bench, batch: Sequence[Sample], latents: int) -> dict[int, list[Condition]]:
         found: dict[int, list[Condition]] = {}
@@ -321,8 +330,6 @@ class Run:
         if item.error is None and not self.latents.has(bench.name, item.sample.id):
             error = self.store.done.get((bench.name, item.sample.id, "own", latents, self.settings.seeds[0]))
             return Asked(item.sample, [], error or "the question's own latents are missing")
-        if item.error is None and "other" in bench.exchanged and item.sample.id not in bench.donors:
-            return Asked(item.sample, [], "no question with another image could be asked: no latents to exchange with")
         return item
 
     def _given(self, bench: _Bench, condition: Condition, asked: Sequence[Asked]) -> list[Tensor]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich.console import Console
 
 from realvr.benchmarks import tables
 from realvr.benchmarks.comparison import compare as compare_runs
@@ -65,7 +64,7 @@ def score(
     if json:
         print(json_module.dumps(summary, ensure_ascii=False))
     else:
-        Console().print(tables.console(summary, row))
+        tables.wide_console().print(tables.console(summary, row))
         print(f"wrote {root}/summary.json, summary.md and summary.csv")
     return 0
 
@@ -109,7 +108,7 @@ def compare(
     if json:
         print(json_module.dumps({"first_run": str(first), "second_run": str(second), **result}, ensure_ascii=False))
     else:
-        Console().print(tables.comparison(result, first.name or str(first), second.name or str(second)))
+        tables.wide_console().print(tables.comparison(result, first.name or str(first), second.name or str(second)))
     return 0
 
 

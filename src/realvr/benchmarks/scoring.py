@@ -105,6 +105,7 @@ def summarise(
         "seed": seed,
         "benches": done,
         "without_own_latents": sorted(set(benches) - set(done)),
+        "not_begun": sorted(set(expected or {}) - set(benches)),
     }
     if five := _five_task_mean(done, drawn, trained):
         summary["five_task_mean"] = five
@@ -160,6 +161,7 @@ def counts(rows: Rows, expected: int | None = None) -> dict[str, Any]:
         "coverage": 100 * read / len(rows),
         "parse_failures": sum(row.extracted is None for row in answered),
         "errors": len(rows) - len(answered),
+        "first_error": next((f"{row.question}: {row.error}" for row in rows if row.error is not None), None),
         "mean_new_tokens": sum(row.new_tokens for row in answered) / len(answered) if answered else 0.0,
         "expected": expected,
         "complete": complete,

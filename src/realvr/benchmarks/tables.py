@@ -19,9 +19,10 @@ from realvr.benchmarks.published import Row
 from realvr.benchmarks.scoring import ABLATIONS
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Console, Group
 
 PUBLISHED = "published, not measured"
+WIDTH = 150
 NAMES = {
     "mmvp": "MMVP",
     "blink": "BLINK",
@@ -43,15 +44,21 @@ class Table:
     rows: list[list[str]]
 
 
-def tables(summary: Mapping[str, Any], beside: Row | None = None) -> list[Table]:
-    """Scores, the sweep over K, and details, each where the summary has it."""
+def tables(summary: Mapping[str, Any], beside: Row | None = None, narrow: bool = False) -> list[Table]:
+    """Scores, the sweep over K, and details, each where the summary has it.
+
+    ``narrow`` is for terminals: fewer columns of scores, no details.
+    """
     if "checkpoints" in summary:
-        return [_aggregate(summary, beside)]
-    made = [_scores(summary, beside)]
+        return [_aggregate(summary, beside, narrow)]
+    made = [_scores(summary, beside, narrow)]
     if _present(summary):
         made.append(_ablations(summary))
-    if "sweep" in summary:
+    # K = 0 beside one other K is the ablation, and has been shown.
+    if "sweep" in summary and len([k for k in summary["sweep"]["latents"] if k]) > 1:
         made.append(_sweep(summary["sweep"]))
+    if narrow:
+        return made
     details = [row for name, entry in summary["benches"].items() for row in _details(name, entry["metrics"])]
     return [*made, Table("Details, %", ["benchmark", "part", "score", "n"], details)] if details else made
 
@@ -80,8 +87,22 @@ def comparison(result: Mapping[str, Any], first: str, second: str) -> Group:
 
 def console(summary: Mapping[str, Any], beside: Row | None = None) -> Group:
     """The tables as a rich renderable; details are left to the files."""
-    shown = [table for table in tables(summary, beside) if not table.title.startswith("Details")]
-    return _group(shown, notes(summary))
+    metrics: dict[str, list[str]] = {}
+    for name, entry in summary["benches"].items():
+        metrics.setdefault(entry["metric"], []).append(NAMES.get(name, name))
+    said = "; ".join(f"{metric} ({', '.join(names)})" for metric, names in metrics.items())
+    shown = tables(summary, narrow=True)
+    if beside:
+        shown.append(_published(summary, beside))
+    return _group(shown, [*([f"Scores: {said}."] if said else []), *notes(summary)])
+
+
+def wide_console() -> Console:
+    """Standard output, wide enough for the tables where it is a file or a pipe without a width of its own."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=WIDTH)
 
 
 def _group(shown: Sequence[Table], said: Sequence[str]) -> Group:
@@ -94,7 +115,9 @@ def _group(shown: Sequence[Table], said: Sequence[str]) -> Group:
     for table in shown:
         drawn = RichTable(title=escape(table.title), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
         for number, name in enumerate(table.header):
-            drawn.add_column(escape(name), justify="left" if number == 0 else "right", overflow="fold")
+            side: Any = {"justify": "left", "no_wrap": True} if number == 0 else {"justify": "right"}
+            # Words of the header stay whole.
+            drawn.add_column(escape(name), overflow="fold", min_width=max(map(len, name.split())), **side)
         for row in table.rows:
             drawn.add_row(*(escape(cell) for cell in row))
         made.append(drawn)
@@ -131,11 +154,18 @@ def notes(summary: Mapping[str, Any]) -> list[str]:
     for name, entry in summary["benches"].items():
         if entry.get("complete") is False:
             found.append(f"{NAMES.get(name, name)} is {entry.get('status', 'incomplete for some checkpoints')}.")
+        if entry.get("errors"):
+            found.append(
+                f"{NAMES.get(name, name)}: {entry['errors']} of {entry['replies']} answers are missing and count as "
+                f"wrong, the first for question {entry['first_error']}."
+            )
         if "trained_latents" in summary and entry["latents"] != summary["trained_latents"]:
             found.append(
                 f"{NAMES.get(name, name)} was run with K = {entry['latents']}, not with the trained "
                 f"K = {summary['trained_latents']}: it is left out of the five-task mean."
             )
+    for name in summary.get("not_begun", []):
+        found.append(f"{NAMES.get(name, name)} has no predictions yet.")
     for name in summary.get("without_own_latents", []):
         found.append(f"{NAMES.get(name, name)} has no predictions with the model's own latents and is not scored.")
     return found
@@ -174,11 +204,12 @@ def _with_std(mean: float | None, std: float | None) -> str:
     return _number(mean) if std is None else f"{_number(mean)} ± {_number(std)}"
 
 
-def _ablation_cell(cell: Mapping[str, Any] | None, value: str) -> str:
-    """Score and difference from the own latents."""
+def _ablation_cell(cell: Mapping[str, Any] | None, value: str, narrow: bool) -> str:
+    """Score and, where there is room, difference from the own latents."""
     if cell is None:
         return ""
-    return _number(cell[value]) + (f" ({_number(cell['difference'], True)})" if "difference" in cell else "")
+    difference = f" ({_number(cell['difference'], True)})" if "difference" in cell and not narrow else ""
+    return _number(cell[value]) + difference
 
 
 def _ablations(summary: Mapping[str, Any]) -> Table:
@@ -219,10 +250,27 @@ def _heading(beside: Row) -> str:
     return f"{beside.method} on {beside.backbone} ({PUBLISHED})"
 
 
-def _scores(summary: Mapping[str, Any], beside: Row | None) -> Table:
+_FILES_ONLY = ("metric", "K", "read %", "errors")
+"""Columns of the scores that a terminal has no room for: said under the table or in its title, or in the files."""
+
+
+def _published(summary: Mapping[str, Any], beside: Row) -> Table:
+    """A row of the paper beside the scores, as a table of its own."""
+    value = "mean" if "checkpoints" in summary else "headline"
+    rows = [
+        [NAMES.get(name, name), _with_std(entry[value], entry["std"]), _published_cell(beside, name)]
+        for name, entry in summary["benches"].items()
+    ]
+    if own := summary.get("five_task_mean", {}).get("own"):
+        rows.append(["five-task mean", _with_std(own["mean"], own["std"]), _published_cell(beside, "average")])
+    return Table(f"Beside {_heading(beside)}, {beside.table}", ["benchmark", "measured", PUBLISHED], rows)
+
+
+def _scores(summary: Mapping[str, Any], beside: Row | None, narrow: bool) -> Table:
     conditions = _present(summary)
     header = ["benchmark", "score", "95 % interval", "metric", "policy", "K", "n", "read %", "unread", "errors"]
     header += [CONDITIONS[name] for name in conditions] + ([_heading(beside)] if beside else [])
+    kept = [n for n, name in enumerate(header) if not (narrow and name in _FILES_ONLY)]
     rows = []
     for name, entry in summary["benches"].items():
         mark = f" ({entry['status']})" if entry["complete"] is False else ""
@@ -238,16 +286,18 @@ def _scores(summary: Mapping[str, Any], beside: Row | None) -> Table:
             str(entry["parse_failures"]),
             str(entry["errors"]),
         ]
-        row += [_ablation_cell(entry["ablation"].get(condition), "headline") for condition in conditions]
+        row += [_ablation_cell(entry["ablation"].get(condition), "headline", narrow) for condition in conditions]
         rows.append(row + ([_published_cell(beside, name)] if beside else []))
     five = summary.get("five_task_mean", {})
     if "own" in five:
         own = five["own"]
         row = ["five-task mean", _with_std(own["mean"], own["std"]), _interval(own["ci"]), "mean of the five"]
         row += ["", str(summary["trained_latents"]), "", "", "", ""]
-        row += [_ablation_cell(five.get(condition), "mean") for condition in conditions]
+        row += [_ablation_cell(five.get(condition), "mean", narrow) for condition in conditions]
         rows.append(row + ([_published_cell(beside, "average")] if beside else []))
-    return Table("Scores, %", header, rows)
+    lengths = sorted({entry["latents"] for entry in summary["benches"].values()})
+    title = f"Scores, %, K = {', '.join(map(str, lengths))}" if narrow else "Scores, %"
+    return Table(title, [header[n] for n in kept], [[row[n] for n in kept] for row in rows])
 
 
 def _sweep(sweep: Mapping[str, Any]) -> Table:
@@ -280,10 +330,11 @@ def _details(bench: str, metrics: Mapping[str, Any], path: tuple[str, ...] = ())
             yield [NAMES.get(bench, bench), " / ".join((*path, name)), _number(value) + beside, n]
 
 
-def _aggregate(summary: Mapping[str, Any], beside: Row | None) -> Table:
+def _aggregate(summary: Mapping[str, Any], beside: Row | None, narrow: bool) -> Table:
     conditions = _present(summary)
     header = ["benchmark", "mean ± std", "checkpoints", "metric", "policy"]
     header += [CONDITIONS[name] for name in conditions] + ([_heading(beside)] if beside else [])
+    kept = [n for n, name in enumerate(header) if not (narrow and name in _FILES_ONLY)]
 
     def cells(entry: Mapping[str, Any]) -> list[str]:
         found = [entry.get(condition) for condition in conditions]
@@ -307,7 +358,8 @@ def _aggregate(summary: Mapping[str, Any], beside: Row | None) -> Table:
             *cells(five),
         ]
         rows.append(row + ([_published_cell(beside, "average")] if beside else []))
-    return Table(f"Mean over {len(summary['checkpoints'])} checkpoints, %", header, rows)
+    title = f"Mean over {len(summary['checkpoints'])} checkpoints, %"
+    return Table(title, [header[n] for n in kept], [[row[n] for n in kept] for row in rows])
 
 
 def _lines(summary: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -55,7 +55,7 @@ class FileSlice:
 
 @dataclass(frozen=True)
 class ImageRef:
-    """An image that is not decoded yet. Exactly one of ``path``, ``data`` and ``slice`` is set. Picklable.
+    """An image that is not decoded yet. Exactly one of ``path``, ``data``, ``slice`` and ``broken`` is set. Picklable.
 
     ``id`` is stable: the path as the file names it, or an inline id such as ``hr_bench_4k.tsv#12/image``.
     """
@@ -64,6 +64,8 @@ class ImageRef:
     path: Path | None = None
     data: bytes | None = field(default=None, repr=False)
     slice: FileSlice | None = None
+    broken: tuple[str, str] | None = None
+    """(reason, message) of the `ImageError` that opening it raises: the row does not hold the image it should."""
 
     @classmethod
     def from_path(cls, path: str | Path, id: str | None = None) -> ImageRef:
@@ -88,6 +90,8 @@ class ImageRef:
             return self.data
         if self.slice is not None:
             return self.slice.read(self.id)
+        if self.broken is not None:
+            raise ImageError(*self.broken)
         if self.path is None:
             raise ImageError(image_file.IMAGE_MISSING, f"{self.id}: the reference names no image")
         return image_file.read_file(self.path, str(self.path))

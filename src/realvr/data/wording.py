@@ -38,3 +38,10 @@ def response_text(sample: Sample) -> str:
     if "<answer>" in sample.response and "</answer>" in sample.response:
         return sample.response
     return formatted(sample.answer)
+
+
+def spelled_out(sample: Sample) -> str:
+    """A reply that a small model can learn: for multiple choice the answer in words before its letter."""
+    if sample.choices:
+        return f"{sample.answer_text}\n{formatted(sample.answer)}"
+    return response_text(sample)

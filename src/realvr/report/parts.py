@@ -37,6 +37,11 @@ class Table:
     published: bool = False
     part: Literal["table"] = "table"
 
+    @property
+    def numbers(self) -> set[int]:
+        """Columns that hold numbers, whose heads are aligned with them."""
+        return {place for row in self.rows for place, cell in enumerate(row) if not isinstance(cell, str)}
+
     def as_json(self) -> dict[str, Any]:
         """The same table as data: text, interval and unrounded value of every cell."""
         rows = [[_data(cell) for cell in row] for row in self.rows]

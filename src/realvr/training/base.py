@@ -23,7 +23,7 @@ from realvr.backbone.types import Grid, Prompt, Turn
 from realvr.data.boxes import token_boxes
 from realvr.data.mixture import Mixture
 from realvr.data.sample import Sample
-from realvr.data.wording import formatted, response_text
+from realvr.data.wording import spelled_out
 from realvr.errors import UserError
 from realvr.latent.engine import advance, token_logprobs
 from realvr.training.ahead import ahead
@@ -204,7 +204,7 @@ class BaseTask:
         prompt = self.encoder.prompt(sample)
         if prompt is None:
             return None
-        rows, captions = [self._row(prompt, spoken(sample), sample.id)], [False]
+        rows, captions = [self._row(prompt, spelled_out(sample), sample.id)], [False]
         labels = [_dense_labels(sample, [image.grid for image in prompt.images], self.classes)]
         caption = sample.meta.get("caption") if self._captioned(sample) else None
         if isinstance(caption, str) and caption and len(prompt.images) == 1:
@@ -259,13 +259,6 @@ def _side_by_side(examples: Sequence[SftExample]) -> list[list[SftExample]]:
         rows[-1].append(example)
         used += len(example)
     return rows
-
-
-def spoken(sample: Sample) -> str:
-    """The reply a base model learns: for multiple choice the answer in words before its letter."""
-    if sample.choices:
-        return f"{sample.answer_text}\n{formatted(sample.answer)}"
-    return response_text(sample)
 
 
 def _objects(sample: Sample) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +77,19 @@ def conversation(sample: Sample, images: Sequence[Any]) -> list[Turn]:
 class Encoder:
     """Samples to prompts and sequences within a token limit; counts what it rejects.
 
-    With ``keep`` the results stay in memory, under the sample's identity: the caller holds the samples.
+    ``respond`` gives the reply that Stage 1 teaches. With ``keep`` the results stay in memory, under the sample's
+    identity: the caller holds the samples.
     """
 
-    def __init__(self, backbone: Backbone, limit: int, keep: bool = False) -> None:
+    def __init__(
+        self,
+        backbone: Backbone,
+        limit: int,
+        keep: bool = False,
+        respond: Callable[[Sample], str] = response_text,
+    ) -> None:
         self.backbone = backbone
+        self.respond = respond
         self.limit = min(limit, backbone.context_length)
         self.rejected: Counter[str] = Counter()
         self.keep = keep
@@ -103,7 +111,7 @@ class Encoder:
         return found
 
     def _sequence(self, sample: Sample) -> SftExample | None:
-        response = [*self.backbone.prompts.encode_text(response_text(sample))[0], self.backbone.end_of_turn_id]
+        response = [*self.backbone.prompts.encode_text(self.respond(sample))[0], self.backbone.end_of_turn_id]
 
         def more(prompt: Prompt, targets: int) -> int:
             return len(response) + (targets + 2 if targets else 0)

@@ -122,6 +122,9 @@ class SftSettings(TrainSettings):
     hide_image_ratio: float = Field(default=0.0, ge=0, le=1)
     """Share of examples whose text cannot see the image, so that answers must be read from the latents. Not in the
     paper; 0 is off."""
+    spell_out: bool = False
+    """Multiple choice: teach the answer in words before its letter, as base training does. Small models name what they
+    see before they can match it with an option. Not in the paper."""
     gradient_checkpointing: bool = True
     """Recompute the decoder layers in the backward pass instead of keeping their activations. Exact."""
 

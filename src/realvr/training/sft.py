@@ -12,6 +12,7 @@ from realvr.backbone.backbone import Backbone
 from realvr.data.mixture import Mixture
 from realvr.data.packing import PackedStream
 from realvr.data.sample import Sample
+from realvr.data.wording import response_text, spelled_out
 from realvr.errors import UserError
 from realvr.training.adapters import Adapters
 from realvr.training.examples import Encoder, mixture, share_of_batch
@@ -62,7 +63,8 @@ class SftTask:
             settings.reconstruction_reduction,
             settings.gradient_checkpointing,
         )
-        self.encoder = Encoder(backbone, settings.pack_tokens, settings.data.keep_encoded)
+        respond = spelled_out if settings.spell_out else response_text
+        self.encoder = Encoder(backbone, settings.pack_tokens, settings.data.keep_encoded, respond)
         samples = mixture(settings.data, ranks.rank, ranks.world)
         self.stream = PackedStream(_Encoded(samples, self.encoder), len, settings.pack_tokens, WINDOW)
         self._rows: Iterator[Any] | None = None

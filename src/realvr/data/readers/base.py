@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from realvr.data import reasons
+from realvr.data.image_file import ImageError
 from realvr.data.reasons import BadRow
 from realvr.data.sample import LETTERS, Box, ImageRef, Source, strip_image_tags
 
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How files are read. Every field is a flag of ``realvr data check``."""
+    """How files are read. Every field but ``broken_images`` is a flag of ``realvr data check``."""
 
     images: str | Path | None = None
     """Folder that image paths are relative to; None means the folder of the data file."""
@@ -31,6 +32,9 @@ class ReadOptions:
     """Which split is read from a BLINK tree."""
     mmvp_corrected: bool = False
     """Correct the swapped answers at Index 99/100 and 279/280 of the original MMVP file."""
+    broken_images: Literal["drop", "keep"] = "drop"
+    """What happens to a row that does not hold the image it should (an empty cell, invalid base64, a path that leaves
+    the folder): ``keep`` gives it an image that cannot be opened, so that an evaluation counts the question."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +78,21 @@ class Context:
     def source(self) -> Source:
         return Source(str(self.file), self.row)
 
+    def kept(self, name: str, make: Callable[[], ImageRef]) -> ImageRef:
+        """``make()``; where that fails and broken images are kept, an image ``name`` that cannot be opened."""
+        try:
+            return make()
+        except (BadRow, ImageError) as error:
+            if self.options.broken_images == "drop":
+                raise
+            detail = error.detail if isinstance(error, BadRow) else str(error)
+            return ImageRef(name, broken=(error.reason, detail))
+
     def image(self, name: object) -> ImageRef:
         """Reference to an image file named by the data, which must stay inside the image folder."""
+        return self.kept(str(name), lambda: self._image(name))
+
+    def _image(self, name: object) -> ImageRef:
         if not isinstance(name, str) or not name.strip():
             raise BadRow(reasons.FIELD_TYPE, f"image path is {name!r}")
         root = self.state.get("image_root")

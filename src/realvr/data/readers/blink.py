@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from realvr.data.readers.base import (
     require,
     text_of,
 )
-from realvr.data.readers.cells import cell_image
+from realvr.data.readers.cells import cell_image, no_image
 from realvr.data.reasons import BadRow
 from realvr.data.sample import Sample
 
@@ -31,9 +32,10 @@ COLUMNS = ("idx", "question", "prompt", "choices", "answer", "sub_task", *IMAGES
 def parse(row: dict[str, Any], ctx: Context) -> Sample:
     """One row -> sample. The prompt that already carries the options is kept in ``meta``."""
     name = text_of(row, "idx")
-    images = [cell_image(row[column], f"{name}/{column}") for column in IMAGES if row.get(column) is not None]
-    if not images:
-        raise BadRow(reasons.IMAGE_LIST_EMPTY, "image_1 to image_4 are all empty")
+    there = [column for column in IMAGES if row.get(column) is not None]
+    images = [
+        ctx.kept(f"{name}/{column}", partial(cell_image, row[column], f"{name}/{column}")) for column in there
+    ] or [ctx.kept(f"{name}/{IMAGES[0]}", partial(no_image, "image_1 to image_4 are all empty"))]
     options = require(row, "choices")
     if not isinstance(options, list):
         raise BadRow(reasons.FIELD_TYPE, f"'choices' is {type(options).__name__}, a list is expected")

@@ -34,6 +34,15 @@ def table_image(row: dict[str, Any], index: str, ctx: Context, column: str = "im
 
     Rows that hold the same image share one reference, so that it is read, checked and decoded once.
     """
+    return ctx.kept(inline_id(ctx, column), lambda: _table_image(row, index, ctx, column))
+
+
+def no_image(detail: str) -> ImageRef:
+    """For rows without any image."""
+    raise BadRow(reasons.IMAGE_LIST_EMPTY, detail)
+
+
+def _table_image(row: dict[str, Any], index: str, ctx: Context, column: str) -> ImageRef:
     if not isinstance(row, TableRow):
         return _parquet_image(row.get(column), ctx, column)
     offset, length = row.image_at

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from realvr.data import reasons
@@ -50,10 +51,14 @@ def _images(row: dict[str, Any], ctx: Context) -> list[ImageRef]:
     for position, name in enumerate(names):
         if isinstance(name, dict) and isinstance(name.get("base64"), str):
             inline = str(name.get("id") or f"{ctx.file.name}#{ctx.row}/{position}")
-            images.append(ImageRef.from_bytes(inline, decode_base64(name["base64"], inline)))
+            images.append(ctx.kept(inline, partial(_inline, name["base64"], inline)))
         else:
             images.append(ctx.image(name))
     return images
+
+
+def _inline(text: str, name: str) -> ImageRef:
+    return ImageRef.from_bytes(name, decode_base64(text, name))
 
 
 def _turns(row: dict[str, Any], count: int) -> list[Message]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from realvr.data.readers.base import (
     strip_letter,
     text_of,
 )
-from realvr.data.readers.cells import table_image
+from realvr.data.readers.cells import no_image, table_image
 from realvr.data.reasons import BadRow
 from realvr.data.sample import Sample
 from realvr.data.streams import json_rows, table_rows
@@ -51,13 +52,16 @@ def _parse_json(row: dict[str, Any], ctx: Context) -> Sample:
     if not isinstance(options, list):
         raise BadRow(reasons.FIELD_TYPE, f"'Answer choices' is {type(options).__name__}, a list is expected")
     choices = checked_choices([strip_letter(option) if isinstance(option, str) else option for option in options])
-    image = require(row, "image")
-    if image in ("", []):
-        raise BadRow(reasons.IMAGE_LIST_EMPTY, "'Image' is empty")
-    tags = {name: str(row[name]) for name in ("subtask",) if row.get(name)}
+    name = text_of(row, "questionid")
+    image = row.get("image")
+    if image in (None, "", []):
+        images = [ctx.kept(f"{name}/image", partial(no_image, "'Image' is empty"))]
+    else:
+        images = [ctx.image(path) for path in (image if isinstance(image, list) else [image])]
+    tags = {"subtask": str(row["subtask"])} if row.get("subtask") else {}
     return Sample.ask(
-        text_of(row, "questionid"),
-        [ctx.image(name) for name in (image if isinstance(image, list) else [image])],
+        name,
+        images,
         question_of(row, "text"),
         letter_answer(text_of(row, "groundtruth"), choices),
         choices=choices,
