@@ -92,6 +92,7 @@ def stage1_settings(settings: DemoSettings) -> dict[str, Any]:
         "pack_tokens": 256,
         "position_jitter": 16,
         "hide_image_ratio": 0.5,
+        "spell_out": True,
         "gradient_checkpointing": False,
     }
 
