@@ -112,6 +112,7 @@ def read_config(source: str) -> tuple[Any, Family]:
 
 def trained_latents(source: str) -> int | None:
     """K of a checkpoint, without reading its weights; None where its tokenizer lacks the latent markers."""
+    source = locate(source)
     config, _ = read_config(source)
     vocabulary = _load_tokenizer(source).get_vocab()
     if any(token not in vocabulary for token in MARKERS):
