@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from realvr.backbone import Backbone
 from realvr.cli import COMMANDS, main
 
 
@@ -155,12 +156,11 @@ def test_a_warning_is_one_line(tmp_path: Path, picture: Path) -> None:
     assert done.stderr == "realvr: note: gemma3 ignores a visual-token budget: 16 visual tokens per image\n"
 
 
-def test_demo_answers_with_every_family(tmp_path: Path) -> None:
-    from realvr.backbone.families import FAMILIES
+def test_every_family_answers_through_the_path_of_ask(backbone: Backbone, picture: Path) -> None:
+    from realvr.commands.ask import answer
+    from realvr.latent.sampling import Sampling
 
-    done = run("demo", "--out", tmp_path / "demo", "--max-new", "3", "--latents", "2")
-    assert done.returncode == 0, done.stderr
-    results = json.loads((tmp_path / "demo" / "results.json").read_text())
-    assert [row["family"] for row in results] == list(FAMILIES)
-    assert all(len(row["latent_norms"]) == 2 and row["new_tokens"] > 0 for row in results)
-    assert all(family in done.stdout for family in FAMILIES)
+    found = answer(backbone, [picture], "What colour is the circle?", 2, Sampling(temperature=0.0, max_new=3))
+    assert found["family"] == backbone.family.name
+    assert len(found["latent_norms"]) == 2 and all(norm > 0 for norm in found["latent_norms"])
+    assert 1 <= found["new_tokens"] <= 3 and sum(found["visual_tokens"]) > 0

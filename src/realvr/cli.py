@@ -49,7 +49,7 @@ COMMANDS: dict[str, Command] = {
     "score": Command("realvr.benchmarks.score_command", "score", "Scores with intervals from saved predictions."),
     "compare": Command("realvr.benchmarks.score_command", "compare", "Two evaluations, question by question."),
     "report": Command("realvr.report.command", "report", "A page with tables and figures from saved results."),
-    "demo": Command("realvr.commands.demo", "demo", "A model of each family answers a question through the real path."),
+    "demo": Command("realvr.demo.command", "demo", "Train and compare small models here, and write a report."),
 }
 
 _EXAMPLES = """\

@@ -21,6 +21,8 @@ from realvr.backbone.backbone import Backbone, Markers
 from realvr.backbone.families import FAMILIES, MARKERS, Family, family_of
 from realvr.backbone.images import ImageProcessor
 from realvr.errors import UserError
+from realvr.models import DTYPE as NAMED_DTYPE
+from realvr.models import is_named, locate
 
 DEFAULT_LATENTS = 8
 CONFIG_KEY = "realvr"
@@ -40,15 +42,18 @@ def load(
     max_tokens: int | None = None,
     tiles: bool = True,
 ) -> Backbone:
-    """Load a local directory or hub id that ``AutoModelForImageTextToText`` can load.
+    """Load a local directory, hub id or packaged name (`realvr.models`) that ``AutoModelForImageTextToText`` can load.
 
-    ``dtype`` defaults to the checkpoint's own; ``device`` to the GPU where there is one. ``latents`` overrides the
-    checkpoint's K. ``min_tokens``/``max_tokens`` bound the visual tokens per image (families with variable grids);
-    ``tiles`` cuts large images into tiles (InternVL). Marker tokens are added when the checkpoint has none.
+    ``dtype`` defaults to the checkpoint's own, for a packaged name to float32; ``device`` to the GPU where there is
+    one. ``latents`` overrides the checkpoint's K. ``min_tokens``/``max_tokens`` bound the visual tokens per image
+    (families with variable grids); ``tiles`` cuts large images into tiles (InternVL). Marker tokens are added when the
+    checkpoint has none.
     """
     if latents is not None and latents < 0:
         raise UserError(f"latents is {latents}: the number of latent slots cannot be negative")
-    source = str(path)
+    source = locate(path)
+    if dtype is None and is_named(path):
+        dtype = NAMED_DTYPE
     config, family = read_config(source)
     _check_files(source)
     device, dtype = _device(device), _dtype(dtype)
@@ -85,6 +90,7 @@ def save(backbone: Backbone, directory: str | Path) -> Path:
 
 def read_config(source: str) -> tuple[Any, Family]:
     """The checkpoint's config and its family; a clear error where it is missing or not supported."""
+    source = locate(source)
     if not Path(source).exists():
         if _looks_local(source):
             raise UserError(f"{source} does not exist")
@@ -106,6 +112,7 @@ def read_config(source: str) -> tuple[Any, Family]:
 
 def trained_latents(source: str) -> int | None:
     """K of a checkpoint, without reading its weights; None where its tokenizer lacks the latent markers."""
+    source = locate(source)
     config, _ = read_config(source)
     vocabulary = _load_tokenizer(source).get_vocab()
     if any(token not in vocabulary for token in MARKERS):

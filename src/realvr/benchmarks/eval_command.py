@@ -173,7 +173,7 @@ def evaluate(
       realvr eval Qwen/Qwen2.5-VL-7B-Instruct --latents 0 --bench mine=questions.jsonl --limit 100 --out runs/base
 
     Args:
-        models: Directories of checkpoints, or hub ids.
+        models: Directories of checkpoints, hub ids, or mini or mini-base (packaged).
         out: Folder for predictions.jsonl, eval.json, latents and summary.json, .md, .csv.
         bench: A benchmark of realvr benchmarks, or a name of your own, and where its files are. May be repeated.
         latents: Number of latent slots K, or several with commas; by default the K the checkpoint was trained with.

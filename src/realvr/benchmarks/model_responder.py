@@ -19,6 +19,7 @@ from realvr.latent.engine import prefill, splice, think
 from realvr.latent.group import decode
 from realvr.latent.sampling import GREEDY, Sampling
 from realvr.latent.state import State
+from realvr.models import locate
 
 
 class ModelResponder:
@@ -142,7 +143,8 @@ def weights_hash(path: str) -> str:
     """SHA-256 over names and sizes of the weight files and the bytes of their first and last megabyte; empty for a hub
     id. Enough to tell two checkpoints apart without reading hundreds of gigabytes."""
     digest = hashlib.sha256()
-    files = sorted(Path(path).glob("*.safetensors")) if path and Path(path).is_dir() else []
+    folder = Path(locate(path)) if path else None
+    files = sorted(folder.glob("*.safetensors")) if folder is not None and folder.is_dir() else []
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())

@@ -55,7 +55,7 @@ def counterfactual(
       realvr counterfactual runs/direct pairs.jsonl --out runs/direct-pairs --latents 0 --protocol separate
 
     Args:
-        model: Directory of a checkpoint, or a hub id.
+        model: Directory of a checkpoint, a hub id, or mini or mini-base (packaged).
         data: File or folder with pairs: samples that share `pair`, with tags view and edit.
         out: Folder for records and tables.
         protocol: two-turn asks about both pictures in one conversation (the paper), separate in two.
@@ -130,7 +130,7 @@ def exchange(
       realvr exchange runs/model pairs.jsonl --out runs/exchange --k 1,2,4 --seeds 5 --limit 100
 
     Args:
-        model: Directory of a checkpoint that was trained with latent slots, or a hub id.
+        model: Directory of a checkpoint that was trained with latent slots, a hub id, or mini (packaged).
         data: File or folder with pairs: samples that share `pair`, with tags view and edit.
         out: Folder for records and tables.
         k: How many positions are replaced, separated by commas; the whole span is always replaced as well.

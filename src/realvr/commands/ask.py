@@ -50,7 +50,7 @@ def ask(
       realvr ask Qwen/Qwen2.5-VL-7B-Instruct photo.jpg "How many birds?" --json
 
     Args:
-        model: Directory of a checkpoint, or a hub id.
+        model: Directory of a checkpoint, a hub id, or mini or mini-base (packaged).
         what: Image files, then the question.
         latents: Number of latent slots K; by default the K the checkpoint was trained with. 0 decodes without a span.
         instruction: Text added after the question; give an empty string to ask the bare question.

@@ -11,6 +11,7 @@ import importlib.util
 import re
 import warnings
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from realvr.data.sample import Sample
@@ -77,6 +78,7 @@ def _user_reward(name: str) -> Reward:
     return found
 
 
+@lru_cache(maxsize=1 << 16)  # a check takes milliseconds, and a group gives the same few answers again and again
 def _symbolically_equal(given: str, truth: str) -> bool:
     """True where math-verify is installed and says so; what it cannot read is not equal."""
     if importlib.util.find_spec("math_verify") is None:

@@ -1,0 +1,116 @@
+"""How the demo goes: a bar for all steps and one for each that runs; single lines where nobody watches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from realvr.demo.files import last_metrics, progress
+from realvr.demo.plan import Step
+from realvr.demo.summary import headline
+from realvr.demo.team import Watcher
+
+_START = 6.0
+"""Seconds until a process has imported what it needs."""
+
+
+class Display(Watcher):
+    """``done`` are the names of steps that an earlier run completed."""
+
+    def __init__(self, folder: Path, steps: Sequence[Step], done: set[str], workers: int, console: Console) -> None:
+        self.folder, self.steps, self.workers, self.console = folder, list(steps), workers, console
+        self.complete = set(done)
+        self.begun_at = time.monotonic()
+        self.own_cost = 0.0
+        """Cost of what this run has completed, which tells how fast the machine is."""
+        self._from: dict[str, tuple[float, int]] = {}
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[text]}"))
+        self.bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._total = self.bars.add_task("demo", total=sum(step.cost for step in steps), text="")
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Display:
+        self.bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bars.stop()
+
+    # ------------------------------------------------------------------ what happens
+
+    def begun(self, step: Step) -> None:
+        already = progress(self.folder, step)
+        self._from[step.name] = (time.monotonic(), already)
+        self._tasks[step.name] = self.bars.add_task(f"  {step.title}", total=step.units or None, text="")
+        if already and not self.console.is_terminal:
+            self._say(f"{step.title}: goes on after {already} of {step.units}")
+
+    def tick(self, running: Sequence[Step]) -> None:
+        if not self.console.is_terminal:
+            return
+        for step in running:
+            count = progress(self.folder, step)
+            self.bars.update(self._tasks[step.name], completed=count, text=self._state(step, count))
+        partial = sum(step.cost * self._share(step) for step in running)
+        before = sum(step.cost for step in self.steps if step.name in self.complete)
+        self.bars.update(self._total, completed=before + partial, text=self._overall(running))
+
+    def finished(self, step: Step, outcome: dict[str, Any]) -> None:
+        self.complete.add(step.name)
+        self.own_cost += step.cost
+        self.bars.remove_task(self._tasks.pop(step.name))
+        number = f"step {len(self.complete)} of {len(self.steps)}"
+        found = headline(self.folder, step)
+        text = f"{number}  {step.title}{': ' + found if found else ''}  ({clock(outcome['seconds'])})"
+        left = self.seconds_left([other for other in self.steps if other.name in self._tasks])
+        self._say(text if self.console.is_terminal else f"{text}  ~{clock(left)} left")
+
+    # ------------------------------------------------------------------ how long still
+
+    def seconds_left(self, running: Sequence[Step]) -> float:
+        """Of all steps, from their costs and the speed so far."""
+        elapsed = time.monotonic() - self.begun_at
+        partial = sum(step.cost * self._new_share(step) for step in running)
+        open_cost = sum(step.cost for step in self.steps if step.name not in self.complete)
+        open_cost -= sum(step.cost * self._share(step) for step in running)
+        # Twenty seconds at the speed that was measured when the costs were, then more and more the speed of this run.
+        speed = (self.own_cost + partial + 20.0 * self.workers) / (max(elapsed - _START, 0.0) + 20.0)
+        return open_cost / speed + max(_START - elapsed, 0.0)
+
+    def _overall(self, running: Sequence[Step]) -> str:
+        number = min(len(self.complete) + 1, len(self.steps))
+        return f"step {number} of {len(self.steps)}, ~{clock(self.seconds_left(running))} left"
+
+    def _share(self, step: Step) -> float:
+        return progress(self.folder, step) / step.units if step.units else 0.0
+
+    def _new_share(self, step: Step) -> float:
+        already = self._from[step.name][1]
+        return max(progress(self.folder, step) - already, 0) / step.units if step.units else 0.0
+
+    def _state(self, step: Step, count: int) -> str:
+        since, already = self._from[step.name]
+        parts = [f"{count}/{step.units}"] if step.units else []
+        if step.units and count > already:
+            left = (time.monotonic() - since) / (count - already) * (step.units - count)
+            parts.append(f"eta {clock(left)}")
+        metrics = last_metrics(self.folder, step) if step.kind.startswith("train") else {}
+        parts += [f"{name} {metrics[name]:.3g}" for name in ("reward", "loss") if metrics.get(name) is not None][:1]
+        return "  ".join(parts)
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False)
+
+
+def clock(seconds: float) -> str:
+    """Minutes and seconds."""
+    whole = max(0, round(seconds))
+    return f"{whole // 60}:{whole % 60:02d}"

@@ -1,0 +1,123 @@
+"""The folder of a demo: whose it is, what it was begun with, and what is complete. No torch."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import IO, Any
+
+from realvr import models
+from realvr.demo.plan import DemoSettings, Step
+from realvr.demo.steps import mark, write_json
+from realvr.errors import UserError
+
+SETTINGS = "demo_settings.json"
+_LOCK = ".lock"
+_PATIENCE = 5.0  # seconds in which processes of a demo that was just killed notice and end
+
+
+def claim(folder: Path, settings: DemoSettings) -> IO[str]:
+    """Make the folder this demo's; returns its lock, open. A folder of something else is refused and left alone."""
+    note = folder / SETTINGS
+    record = {"settings": asdict(settings), "models": {name: models.fingerprint(name) for name in models.NAMES}}
+    record = json.loads(json.dumps(record))
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file: give --out a folder")
+    if folder.is_dir() and not note.exists() and any(path.name != _LOCK for path in folder.iterdir()):
+        raise UserError(f"{folder} is not empty and holds no demo: give --out another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / _LOCK).open("w")
+        _wait(lock, folder)
+        if note.exists():
+            _refuse_other(folder, _read(note), record)
+        else:
+            write_json(note, record)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror or error}); give --out another folder") from None
+    return lock
+
+
+def _wait(lock: IO[str], folder: Path) -> None:
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise UserError(f"{folder}: another demo is running there; wait for it, or give --out") from None
+            time.sleep(0.1)
+
+
+def _refuse_other(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    different = list(_differences(before, now))
+    if different:
+        raise UserError(
+            f"{folder} holds a demo with other settings ({'; '.join(different[:4])}): give the same ones to continue "
+            "it, name another --out, or remove the folder"
+        )
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    for part in ("settings", "models"):
+        old, new = before.get(part, {}), now.get(part, {})
+        for key in [*old, *(key for key in new if key not in old)]:
+            if old.get(key) != new.get(key):
+                name = f"the weights of {key}" if part == "models" else f"{key}"
+                values = "" if part == "models" else f" {old.get(key)}, now {new.get(key)}"
+                yield f"{name} {'differ' if part == 'models' else 'was'}{values}"
+
+
+def _read(note: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(note.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{note}: damaged ({error}); remove the folder to start again") from None
+    return found if isinstance(found, dict) else {}
+
+
+def read_settings(folder: Path) -> DemoSettings:
+    """The settings that a folder was begun with."""
+    stored = _read(folder / SETTINGS)["settings"]
+    known = {field.name for field in fields(DemoSettings)}
+    chosen: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()
+    }
+    return DemoSettings(**{name: value for name, value in chosen.items() if name in known})
+
+
+def is_done(folder: Path, step: Step) -> bool:
+    """Whether a step is complete."""
+    return (folder / mark(step)).is_file()
+
+
+def set_done(folder: Path, step: Step, outcome: dict[str, Any]) -> None:
+    """Remember that a step is complete, and what it took."""
+    write_json(folder / mark(step), {name: outcome[name] for name in ("seconds", "cpu_seconds")})
+
+
+def lines(path: Path) -> int:
+    """Whole lines of a file; 0 where there is none."""
+    try:
+        return path.read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
+def progress(folder: Path, step: Step) -> int:
+    """How many units of a step its journals hold."""
+    return min(sum(lines(folder / journal) for journal in step.journals), step.units)
+
+
+def last_metrics(folder: Path, step: Step) -> dict[str, Any]:
+    """The newest line of a training's metrics, or nothing."""
+    try:
+        text = (folder / step.journals[0]).read_text(encoding="utf-8").splitlines()
+        return dict(json.loads(text[-1]))
+    except (OSError, ValueError, IndexError):
+        return {}

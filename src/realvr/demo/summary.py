@@ -1,0 +1,256 @@
+"""The numbers of a demo, collected from the files that its steps wrote: ``summary.json``, ``demo.json`` and a table.
+
+Pure functions of these files; no model, no torch, no clock.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from realvr.benchmarks.comparison import compare
+from realvr.benchmarks.records import PREDICTIONS, read_predictions
+from realvr.demo import plan
+from realvr.demo.plan import ARMS, Arm, DemoSettings, Step
+
+Json = dict[str, Any]
+VERSION = 1
+_ENDS = 5  # steps averaged at the beginning and at the end of a training
+
+
+def collect(folder: Path, settings: DemoSettings) -> Json:
+    """The content of ``summary.json``: ``arms`` (name -> metrics), ``differences``, ``short_stage1``, ``settings`` and
+    ``notes``. Every number that was measured on a sample has its 95 % interval beside it."""
+    arms = {arm.name: _arm(folder, arm) for arm in ARMS}
+    differences = _differences(folder)
+    return {
+        "version": VERSION,
+        "settings": asdict(settings),
+        "arms": arms,
+        "differences": differences,
+        "short_stage1": _ends(folder / plan.SHORT_STAGE1, ("loss", "latents/cos_target")),
+        "notes": notes(settings, arms, differences),
+    }
+
+
+def index(summary: Json) -> Json:
+    """The content of ``demo.json``: where the results of each arm are, for the report."""
+    arms = []
+    for arm in ARMS:
+        entry = {"name": arm.name, "train": f"{arm.folder}/train" if arm.method else None}
+        kinds = ["eval", "counterfactual", *(["exchange", "grounding"] if arm.latents else [])]
+        kinds += ["sweep"] if arm.method == "realvr" else []
+        arms.append(entry | {kind: f"{arm.folder}/{kind}" for kind in kinds})
+    short = {"name": "Stage 1, a short one from mini-base", "train": plan.SHORT_STAGE1}
+    return {"arms": [*arms, short], "notes": summary["notes"]}
+
+
+def _arm(folder: Path, arm: Arm) -> Json:
+    home = folder / arm.folder
+    scores, pairs = _read(home / "eval" / "summary.json"), _read(home / "counterfactual" / "counterfactual.json")
+    five = scores["five_task_mean"]
+    found: Json = {
+        "model": arm.model,
+        "latents": arm.latents,
+        "five_task_mean": {"mean": five["own"]["mean"], "ci": five["own"]["ci"]},
+        "benches": {
+            name: {"headline": bench["headline"], "ci": bench["ci"], "n": bench["n"], "coverage": bench["coverage"]}
+            for name, bench in scores["benches"].items()
+        },
+    }
+    for key, condition in (("without_latents", "none"), ("mean_latents", "mean"), ("other_latents", "other")):
+        cell = five.get(condition)
+        found[key] = {"difference": cell["difference"], "ci": cell["difference_ci"]} if cell else None
+    for rate in ("strict_correct_flip", "false_flip"):
+        found[rate] = {name: _rate(one["macro"][rate]) for name, one in pairs["protocols"].items()}
+    found |= _exchange(home) | _grounding(home)
+    if arm.method:
+        names = ("reward", "reward/accuracy", "evidence/margin", "evidence/cos_positive")
+        found["train"] = _ends(home / "train", names)
+    return found
+
+
+def _rate(found: Json) -> Json:
+    return {"rate": found["rate"], "ci": [found["low"], found["high"]]}
+
+
+def _exchange(home: Path) -> Json:
+    path = home / "exchange" / "exchange.json"
+    if not path.is_file():
+        return {"donor_lift": None, "unrelated_lift": None, "margin_shift": None}
+    rows = {(row["condition"], row["selector"]): row for row in _read(path)["rows"] if row["selector"] == "full"}
+    swap, unrelated = rows["swap", "full"], rows.get(("unrelated", "full"))
+    return {
+        "donor_lift": _mean(swap["donor_lift"]),
+        "unrelated_lift": _mean(unrelated["donor_lift"]) if unrelated else None,
+        "margin_shift": _mean(swap["margin_shift"]),
+    }
+
+
+def _grounding(home: Path) -> Json:
+    path = home / "grounding" / "grounding.json"
+    if not path.is_file():
+        return {"evidence_margin": None, "cos_positive": None, "oracle_margin": None}
+    found = _read(path)
+    return {
+        "evidence_margin": _mean(found["margin"]),
+        "cos_positive": _mean(found["cos_positive"]),
+        "oracle_margin": _mean(found["oracle_margin"]),
+    }
+
+
+def _mean(found: Json) -> Json:
+    return {"mean": found["mean"], "ci": [found["low"], found["high"]], "n": found["pairs"]}
+
+
+def _ends(run: Path, names: Sequence[str]) -> Json:
+    """Means over the first and the last few steps of a training."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    count = max(1, min(_ENDS, len(rows) // 2))
+    found: Json = {"steps": len(rows)}
+    for name in names:
+        for key, part in (("first", rows[:count]), ("last", rows[-count:])):
+            values = [row[name] for row in part if row.get(name) is not None]
+            if values:
+                found.setdefault(name, {})[key] = sum(values) / len(values)
+    return found
+
+
+def _differences(folder: Path) -> Json:
+    """ReaLVR against each other arm on the same questions: five-task mean, in points, with a paired interval."""
+    predictions = {arm.name: list(read_predictions(folder / arm.folder / "eval" / PREDICTIONS)) for arm in ARMS}
+    latents = {arm.name: arm.latents for arm in ARMS}
+    found = {}
+    for arm in ARMS:
+        if arm.name != "ReaLVR":
+            both = compare(
+                predictions[arm.name],
+                predictions["ReaLVR"],
+                first_latents=latents[arm.name],
+                second_latents=latents["ReaLVR"],
+            )["five_task_mean"]
+            found[f"ReaLVR - {arm.name}"] = {"difference": both["difference"], "ci": both["difference_ci"]}
+    return found
+
+
+def _read(path: Path) -> Json:
+    return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+# ---------------------------------------------------------------------- in words
+
+
+def notes(settings: DemoSettings, arms: Json, differences: Json) -> list[str]:
+    """What a reader must know before believing a number."""
+    s = settings
+    found = []
+    if s.quick:
+        found.append(
+            "--quick: a few steps and a few questions, to see that everything works. The numbers mean nothing."
+        )
+    found.append(
+        "A demonstration: a model of under two million parameters in a world of colored shapes, one seed, "
+        f"{s.rl_steps} steps of Stage 2 with {s.rl_prompts} prompts, {plan.questions_of(s)} questions and "
+        f"{4 * s.pairs_per_edit} edited pairs. It says nothing about the paper's models."
+    )
+    found.append("Direct is mini-base as it is, without the training that the other arms had since.")
+    inside = [f"{name} {_signed(one)}" for name, one in differences.items() if _spans_zero(one["ci"])]
+    outside = [f"{name} {_signed(one)}" for name, one in differences.items() if not _spans_zero(one["ci"])]
+    if inside:
+        found.append(f"Five-task mean, within noise (the 95 % interval holds 0): {'; '.join(inside)}.")
+    if outside:
+        found.append(f"Five-task mean, beyond the noise of these questions: {'; '.join(outside)}.")
+    unused = [name for name, arm in arms.items() if arm["latents"] and not _used(arm)]
+    if unused:
+        found.append(
+            f"{', '.join(unused)}: neither the latents of another question nor those of the edited picture change "
+            "answers beyond noise, so the accuracy is no evidence that latents are read."
+        )
+    found.append(
+        "Intervals are over questions or pairs, not over trainings: another seed of training may differ by more."
+    )
+    return found
+
+
+def _used(arm: Json) -> bool:
+    """Whether exchanging latents does anything beyond noise."""
+    cells = [cell["ci"] for cell in (arm["other_latents"], arm["donor_lift"]) if cell]
+    return any(not _spans_zero(ci) for ci in cells)
+
+
+def _spans_zero(ci: Sequence[float | None]) -> bool:
+    low, high = ci
+    return low is None or high is None or low <= 0 <= high
+
+
+def _signed(one: Json) -> str:
+    low, high = one["ci"]
+    return f"{one['difference']:+.1f} [{low:+.1f}, {high:+.1f}]"
+
+
+def headline(folder: Path, step: Step) -> str:
+    """What one finished step found, in a few words."""
+    if step.kind.startswith("train"):
+        name = "loss" if step.kind == "train_stage1" else "reward"
+        found = _ends((folder / step.journals[0]).parent, (name,))
+        ends = found.get(name)
+        return f"{name} {ends['first']:.2f} → {ends['last']:.2f} in {found['steps']} steps" if ends else ""
+    if step.kind == "eval" and step.arm is not None:
+        five = _read(folder / step.arm.folder / "eval" / "summary.json")["five_task_mean"]["own"]
+        return f"mean {five['mean']:.1f} %"
+    return ""
+
+
+def table(summary: Json, width: int = 120) -> Table:
+    """The closing table: a row for each arm, or, where the terminal is too narrow for that, a column."""
+    quick = summary["settings"]["quick"]
+    title = "The demo in numbers, 95 % intervals in brackets" + (" (quick: they mean nothing)" if quick else "")
+    rows = [["", *_COLUMNS], *([name, *_cells(arm)] for name, arm in summary["arms"].items())]
+    if width < _WIDE:
+        rows = [list(row) for row in zip(*rows, strict=True)]
+    made = Table(title=title, title_justify="left", caption=_LEGEND, caption_justify="left", box=SIMPLE_HEAD)
+    for number, name in enumerate(rows[0]):
+        made.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for row in rows[1:]:
+        made.add_row(*row)
+    return made
+
+
+_WIDE = 116
+_COLUMNS = ("five tasks %", "no latents", "another's", "strict flip %", "donor lift", "g", "cos p⁺")
+_LEGEND = (
+    "five tasks: mean accuracy. no latents, another's: its change in points without the span and with the latents of "
+    "another question. strict flip: both answers right where an edit changes the answer (two turns, first span kept). "
+    "donor lift: points by which all latents of the edited picture bring its answer. g, cos p⁺: latents against the "
+    "evidence of held-out questions."
+)
+
+
+def _cells(arm: Json) -> list[str]:
+    flips = arm["strict_correct_flip"]
+    flip = flips.get("two-turn/keep") or flips.get("two-turn/none")
+    percent = (
+        {"mean": 100 * flip["rate"], "ci": [100 * end for end in flip["ci"]]} if flip["rate"] is not None else None
+    )
+    return [
+        _cell(arm["five_task_mean"], "mean", "{:.1f}"),
+        _cell(arm["without_latents"], "difference", "{:+.1f}"),
+        _cell(arm["other_latents"], "difference", "{:+.1f}"),
+        _cell(percent, "mean", "{:.1f}"),
+        _cell(arm["donor_lift"], "mean", "{:+.1f}"),
+        _cell(arm["evidence_margin"], "mean", "{:+.2f}"),
+        _cell(arm["cos_positive"], "mean", "{:.2f}"),
+    ]
+
+
+def _cell(found: Json | None, key: str, form: str) -> str:
+    if found is None or found[key] is None:
+        return "–"
+    low, high = found["ci"]
+    return f"{form.format(found[key])}\n[{form.format(low)}, {form.format(high)}]"

@@ -1,0 +1,122 @@
+"""Whose folder it is, what is refused before any work, and what the numbers are said to mean."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realvr import models
+from realvr.demo import files
+from realvr.demo.plan import DemoSettings, quick_settings, steps_of
+from realvr.demo.summary import notes
+from realvr.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Checkpoints of which only the bytes matter here."""
+    for name in models.NAMES:
+        folder = tmp_path / "installed" / name
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(name.encode())
+    monkeypatch.setattr(models, "_HOME", tmp_path / "installed")
+    return tmp_path / "installed"
+
+
+def test_settings_come_back_and_others_are_refused_by_name(tmp_path: Path, installed: Path) -> None:
+    out, settings = tmp_path / "demo", quick_settings(3)
+    files.claim(out, settings).close()
+    assert files.read_settings(out) == settings
+    files.claim(out, settings).close()
+    before = (out / files.SETTINGS).read_bytes()
+    with pytest.raises(UserError, match="rl_steps was 4, now 9"):
+        files.claim(out, replace(settings, rl_steps=9))
+    (installed / "mini" / "model.safetensors").write_bytes(b"another")
+    with pytest.raises(UserError, match="the weights of mini differ"):
+        files.claim(out, settings)
+    assert (out / files.SETTINGS).read_bytes() == before
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("important")
+    with pytest.raises(UserError, match="not empty and holds no demo"):
+        files.claim(tmp_path / "mine", quick_settings())
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+    with pytest.raises(UserError, match="is a file"):
+        files.claim(tmp_path / "mine" / "thesis.txt", quick_settings())
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be written"):
+        files.claim(Path("/proc/demo"), quick_settings())
+    if os.geteuid():  # root may write anywhere
+        (tmp_path / "locked").mkdir(mode=0o555)
+        with pytest.raises(UserError, match="cannot be written"):
+            files.claim(tmp_path / "locked" / "demo", quick_settings())
+
+
+def test_a_second_demo_is_kept_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_PATIENCE", 0.2)
+    files.claim(tmp_path / "demo", quick_settings()).close()
+    with (tmp_path / "demo" / ".lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another demo is running"):
+            files.claim(tmp_path / "demo", quick_settings())
+
+
+def test_a_missing_package_is_named_with_its_extra_before_any_work(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['accelerate'] = None\n"
+        "from realvr.cli import main\n"
+        f"sys.exit(main(['demo', '--quick', '--out', {str(tmp_path / 'demo')!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and "accelerate" in done.stderr and "realvr[train]" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and not (tmp_path / "demo").exists()
+
+
+@pytest.mark.parametrize("settings", [DemoSettings(), quick_settings()])
+def test_steps_need_only_steps_that_exist_and_come_before(settings: DemoSettings) -> None:
+    seen: set[str] = set()
+    for step in steps_of(settings):
+        assert seen.issuperset(step.needs) and step.name not in seen and step.cost > 0
+        seen.add(step.name)
+
+
+def _arm(other: list[float], lift: list[float], latents: int = 8) -> dict[str, Any]:
+    return {"latents": latents, "other_latents": {"ci": other}, "donor_lift": {"ci": lift}}
+
+
+def test_notes_tell_noise_from_more_than_noise() -> None:
+    arms = {
+        "Direct": {"latents": 0, "other_latents": None, "donor_lift": None},
+        "LVR-RL": _arm([-1.0, 1.0], [0.0, 0.5]),
+        "ReaLVR": _arm([-1.0, 1.0], [3.0, 9.0]),
+    }
+    differences = {
+        "ReaLVR - Direct": {"difference": -4.0, "ci": [-6.0, -2.0]},
+        "ReaLVR - LVR-RL": {"difference": 0.5, "ci": [-1.0, 2.0]},
+    }
+    said = "\n".join(notes(DemoSettings(), arms, differences))
+    assert "within noise (the 95 % interval holds 0): ReaLVR - LVR-RL +0.5 [-1.0, +2.0]." in said
+    assert "beyond the noise of these questions: ReaLVR - Direct -4.0 [-6.0, -2.0]." in said
+    assert "LVR-RL: neither the latents" in said and "ReaLVR: neither" not in said and "Direct: neither" not in said
+    assert "mean nothing" not in said and "mean nothing" in "\n".join(notes(quick_settings(), arms, differences))
+
+
+def test_progress_counts_whole_lines_of_all_journals(tmp_path: Path) -> None:
+    step = next(step for step in steps_of(quick_settings()) if step.name == "realvr-counterfactual")
+    assert files.progress(tmp_path, step) == 0
+    for journal, text in zip(step.journals, ("{}\n{}\n", '{}\n{"half'), strict=True):
+        (tmp_path / journal).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / journal).write_text(text)
+    assert files.progress(tmp_path, step) == 3

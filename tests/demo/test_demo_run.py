@@ -1,0 +1,177 @@
+"""``realvr demo --quick`` as a user runs it: to the end without a network, and killed on the way and begun again."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realvr import models
+from realvr.demo.files import claim, lines, set_done
+from realvr.demo.plan import ARMS, quick_settings, steps_of
+
+pytestmark = pytest.mark.skipif(
+    not all((Path(models.__file__).parent / name / "config.json").is_file() for name in models.NAMES),
+    reason="the packaged checkpoints are not in this checkout yet",
+)
+
+NO_NETWORK = """\
+import os, socket
+_connect = socket.socket.connect
+def connect(self, address):
+    if self.family != socket.AF_UNIX:
+        open(os.environ["REALVR_NETWORK_LOG"], "a").write(f"{address}\\n")
+        raise OSError(101, "Network is unreachable")
+    return _connect(self, address)
+socket.socket.connect = connect
+def getaddrinfo(*arguments, **options):
+    open(os.environ["REALVR_NETWORK_LOG"], "a").write(f"{arguments}\\n")
+    raise socket.gaierror(-3, "Temporary failure in name resolution")
+socket.getaddrinfo = getaddrinfo
+"""
+
+
+def start(out: Path, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "realvr", "demo", "--quick", "--out", str(out)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | environment,
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str, Path]:
+    """A demo that ran to its end on a machine without a network: folder, both outputs, log of attempts to connect."""
+    root = tmp_path_factory.mktemp("demo")
+    (root / "site").mkdir()
+    (root / "site" / "sitecustomize.py").write_text(NO_NETWORK)
+    path = os.pathsep.join([str(root / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = start(root / "out", PYTHONPATH=path, REALVR_NETWORK_LOG=str(root / "network.log"))
+    stdout, stderr = process.communicate(timeout=300)
+    assert process.returncode == 0, stderr
+    return root / "out", stdout, stderr, root / "network.log"
+
+
+def numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from numbers(inner)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value)
+
+
+def test_the_promised_files_are_there_and_hold_numbers(finished: tuple[Path, str, str, Path]) -> None:
+    out, stdout, stderr, network = finished
+    summary = json.loads((out / "summary.json").read_text())
+    assert list(summary["arms"]) == ["Direct", "Stage 1", "LVR-RL", "ReaLVR"]
+    found = list(numbers(summary))
+    assert len(found) > 150 and all(math.isfinite(number) for number in found)
+    for name, arm in summary["arms"].items():
+        assert 0 <= arm["five_task_mean"]["mean"] <= 100 and len(arm["benches"]) == 5
+        has_span = name != "Direct"
+        for key in ("without_latents", "other_latents", "donor_lift", "evidence_margin", "cos_positive"):
+            assert (arm[key] is not None) == has_span
+    assert set(summary["differences"]) == {f"ReaLVR - {name}" for name in ("Direct", "Stage 1", "LVR-RL")}
+    page = Path(stdout.strip().splitlines()[-1])
+    assert page == out / "report" / "index.html" and "<html" in page.read_text()
+    assert all(name in stdout for name in summary["arms"]) and "mean nothing" in stdout
+    assert f"step {len(steps_of(quick_settings()))} of" in stderr
+    assert not network.exists(), network.read_text()
+
+
+def test_the_means_are_those_of_the_saved_answers(finished: tuple[Path, str, str, Path]) -> None:
+    """MMVP and MME-RealWorld are plain shares: counted again from the predictions."""
+    out = finished[0]
+    summary = json.loads((out / "summary.json").read_text())
+    for arm in ARMS:
+        rows = [json.loads(line) for line in (out / arm.folder / "eval" / "predictions.jsonl").open()]
+        for bench in ("mmvp", "mme-realworld"):
+            own = [r for r in rows if r["bench"] == bench and r["condition"] == "own" and r["latents"] == arm.latents]
+            share = 100 * sum(r["correct"] for r in own) / len(own)
+            assert summary["arms"][arm.name]["benches"][bench]["headline"] == pytest.approx(share)
+
+
+def test_the_index_names_folders_that_exist_and_steps_count_right(finished: tuple[Path, str, str, Path]) -> None:
+    out = finished[0]
+    index = json.loads((out / "demo.json").read_text())
+    assert index["notes"] and [arm["name"] for arm in index["arms"]][:4] == [arm.name for arm in ARMS]
+    for arm in index["arms"]:
+        assert all((out / path).is_dir() for key, path in arm.items() if key != "name" and path)
+    for step in steps_of(quick_settings()):
+        assert (out / "done" / f"{step.name}.json").is_file()
+        if step.units and step.kind != "exchange":  # how many pairs change their answer is only known roughly
+            assert sum(lines(out / journal) for journal in step.journals) == step.units, step.name
+
+
+def test_both_methods_saw_the_same_prompts(finished: tuple[Path, str, str, Path]) -> None:
+    out = finished[0]
+    first, second = (
+        json.loads((out / arm / "train" / "completions.jsonl").open().readline()) for arm in ("lvr-rl", "realvr")
+    )
+    assert (first["sample"], first["completion"]) == (second["sample"], second["completion"])
+
+
+def test_a_finished_demo_is_not_done_again(finished: tuple[Path, str, str, Path]) -> None:
+    out = finished[0]
+    before = (out / "summary.json").read_bytes()
+    begun = time.monotonic()
+    process = start(out)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert time.monotonic() - begun < 15 and "20 of 20 steps were done before" in stderr
+    assert (out / "summary.json").read_bytes() == before and stdout.strip().endswith("index.html")
+
+
+def test_a_step_that_fails_is_one_line_that_names_it(tmp_path: Path) -> None:
+    """The pictures are marked as drawn and are not there."""
+    claim(tmp_path / "demo", quick_settings()).close()
+    for step in steps_of(quick_settings())[:2]:
+        set_done(tmp_path / "demo", step, {"seconds": 0, "cpu_seconds": 0})
+    process = start(tmp_path / "demo")
+    stderr = process.communicate(timeout=120)[1]
+    assert process.returncode == 2 and "Traceback" not in stderr
+    last = stderr.strip().splitlines()[-1]
+    assert last.startswith("realvr: error: ") and "world/train-boxes" in last and "The same command goes on" in last
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 200
+    while not condition():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_killed_and_begun_again_gives_the_same_numbers(finished: tuple[Path, str, str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "demo"
+    training = out / "realvr" / "train" / "metrics.jsonl"
+    process = start(out)
+    wait_for(lambda: lines(training) >= 2, process)
+    process.kill()  # no chance to save anything
+    process.communicate()
+    assert not (out / "summary.json").exists()
+
+    process = start(out)  # its processes must be gone: the lock is free again, or this one says so
+    answers = out / "lvr-rl" / "eval" / "predictions.jsonl"
+    wait_for(lambda: lines(answers) >= 1, process)
+    process.send_signal(signal.SIGTERM)
+    stderr = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and "the same command goes on" in stderr
+
+    process = start(out)
+    _, stderr = process.communicate(timeout=300)
+    assert process.returncode == 0, stderr
+    assert "steps were done before" in stderr
+    assert (out / "summary.json").read_bytes() == (finished[0] / "summary.json").read_bytes()

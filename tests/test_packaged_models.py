@@ -1,0 +1,100 @@
+"""The names mini and mini-base: what they stand for, and that they are accepted wherever a MODEL is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from realvr import models
+from realvr.backbone import Backbone
+from realvr.benchmarks.model_responder import weights_hash
+from realvr.cli import main
+from realvr.errors import UserError
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def home(tmp_path: Path, build_tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installation whose mini and mini-base are tiny models with 16-bit weights."""
+    backbone = Backbone.load(build_tiny("gemma3"), device="cpu", latents=3)
+    for name in models.NAMES:
+        folder = backbone.save(tmp_path / "installed" / name)
+        save_file(
+            {key: value.to(torch.bfloat16) for key, value in load_file(folder / WEIGHTS).items()}, folder / WEIGHTS
+        )
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    monkeypatch.setattr(models, "_HOME", tmp_path / "installed")
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    return tmp_path / "installed"
+
+
+def test_a_name_is_loaded_as_float32_from_16_bit_weights(home: Path) -> None:
+    named, plain = Backbone.load("mini", device="cpu"), Backbone.load(home / "mini", device="cpu")
+    assert named.dtype is torch.float32 and plain.dtype is torch.bfloat16 and named.latents == 3
+    stored = load_file(home / "mini" / WEIGHTS)
+    own = dict(named.model.named_parameters())
+    key = next(name for name in own if name.endswith("q_proj.weight") and "language_model" in name)
+    same = next(value for name, value in stored.items() if name.endswith(key.split("language_model.")[-1]))
+    assert torch.equal(own[key], same.float())
+    assert Backbone.load("mini", device="cpu", dtype="bfloat16").dtype is torch.bfloat16
+
+
+def test_the_packaged_name_wins_over_a_directory_and_says_so(home: Path, build_tiny: Callable[[str], Path]) -> None:
+    here = Backbone.load(build_tiny("internvl3"), device="cpu").save("mini")
+    with pytest.warns(UserWarning, match=r"the directory here is \./mini"):
+        assert Backbone.load("mini", device="cpu").family.name == "gemma3"
+    # `Path("./mini")` forgets its dot, and still means the directory.
+    for spelling in ("./mini", here.resolve(), str(here.resolve()), Path("mini")):
+        assert Backbone.load(spelling, device="cpu").family.name == "internvl3"
+
+
+def test_a_missing_checkpoint_is_an_error_that_names_the_remedy(home: Path) -> None:
+    (home / "mini-base" / WEIGHTS).unlink()
+    with pytest.raises(UserError, match=r"'mini-base' names the checkpoint that comes with realvr.*\./mini-base"):
+        Backbone.load("mini-base")
+
+
+def test_every_verb_takes_a_name(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Image.new("RGB", (48, 48), (200, 30, 30)).save("red.png")
+    assert main(["ask", "mini", "red.png", "What color?", "--max-new", "2", "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["latents"] == 3
+    assert (
+        main(["world", "make", "w", "--split", "counterfactual", "--size", "48", "--count", "1", "--workers", "1"]) == 0
+    )
+    pairs = "w/counterfactual/samples.jsonl"
+    common = ["--max-new", "2", "--device", "cpu", "--out"]
+    assert main(["eval", "mini", "--bench", f"own={pairs}", "--limit", "2", *common, "e"]) == 0
+    recorded = json.loads(Path("e/eval.json").read_text())["responder"]
+    assert recorded["name"] == "mini" and recorded["dtype"] == "float32"
+    assert recorded["weights"] == weights_hash(str(home / "mini")) != ""
+    assert main(["counterfactual", "mini-base", pairs, "--no-distances", *common, "c"]) == 0
+    assert main(["exchange", "mini", pairs, "--k", "1", "--seeds", "1", *common, "x"]) == 0
+    settings = {
+        "model": {"path": "mini", "dtype": "float32", "latents": 3},
+        "data": {"sources": [{"path": pairs}]},
+        "optim": {"steps": 1, "batch": 2, "microbatch": 2},
+        "max_new": 2,
+        "log": {"tensorboard": False, "console": False},
+        "run": {"out": "t"},
+    }
+    Path("rl.yaml").write_text(json.dumps(settings))
+    assert main(["train", "rl", "rl.yaml"]) == 0
+    assert Backbone.load("t/final", device="cpu").dtype is torch.float32
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_the_shipped_checkpoint_loads_and_answers(name: str, tmp_path: Path) -> None:
+    if not (Path(models.__file__).parent / name / "config.json").is_file():
+        pytest.skip(f"{name} is not in this checkout yet")
+    backbone = Backbone.load(name, device="cpu")
+    assert backbone.dtype is torch.float32 and backbone.family.name == "internvl3"
+    assert backbone.latents == (8 if name == "mini" else 0) and not backbone.markers_added
