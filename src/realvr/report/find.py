@@ -18,9 +18,10 @@ FILES = {
     "summary.json": "evaluations",
     "counterfactual.json": "counterfactual pairs",
     "exchange.json": "latent exchange",
+    "grounding.json": "latents against evidence",
 }
 _SKIPPED = {"final", "checkpoints", "latents", "tensorboard", "report", "world"}
-_GENERIC = {"train", "training", "eval", "evaluation", "counterfactual", "pairs", "exchange", "sweep"}
+_GENERIC = {"train", "training", "eval", "evaluation", "counterfactual", "pairs", "exchange", "sweep", "grounding"}
 """Folder names that say what was done and not to which model."""
 
 
@@ -87,11 +88,11 @@ def _read(folder: Path, unfinished: list[Path]) -> list[Result]:
             add("eval", summary, "summary.json", "eval.json")
     elif (folder / "eval.json").is_file() or any(folder.glob("predictions*.jsonl")):
         unfinished.append(folder)
-    for kind, key in (("counterfactual", "protocols"), ("exchange", "rows")):
+    for kind, key in (("counterfactual", "protocols"), ("exchange", "rows"), ("grounding", "cos_positive")):
         file = folder / f"{kind}.json"
         if file.is_file():
             content = read_json(file)
-            _expect(file, content, key, f"realvr {kind}")
+            _expect(file, content, key, "realvr demo" if kind == "grounding" else f"realvr {kind}")
             add(kind, content, file.name, f"{kind}_settings.json")  # type: ignore[arg-type]
     return made
 

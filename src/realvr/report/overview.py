@@ -102,7 +102,7 @@ def _effects(arms: Sequence[Arm], caption: str) -> Table | None:
     rows: list[list[Cell | str]] = []
     for arm in arms:
         cells = [*_ablation_cells(arm.get("eval")), *_flip_cells(arm.get("counterfactual"))]
-        cells += [_lift_cell(arm.get("exchange")), *_evidence_cells(arm.get("train"))]
+        cells += [_lift_cell(arm.get("exchange")), *_evidence_cells(arm.get("grounding"), arm.get("train"))]
         if any(cell.text != DASH for cell in cells):
             rows.append([arm.name, *cells])
     header = ["arm", *(f"mean {EFFECTS[name]} (Δ points)" for name in ABLATIONS)]
@@ -110,7 +110,8 @@ def _effects(arms: Sequence[Arm], caption: str) -> Table | None:
     note = (
         "Δ: change of the five-task mean when the model's own latents are replaced. Strict flip: both views of an "
         "edited pair answered correctly (two turns, mean over edits). Donor-answer lift: the whole span taken from "
-        "the other view. Margin and cosine: mean of the last tenth of training, without an interval."
+        "the other view. Margin and cosine: over held-out questions where they were measured, else the mean of the "
+        "last tenth of training, without an interval."
     )
     return Table(caption, header, rows, note) if rows else None
 
@@ -145,8 +146,11 @@ def _lift_cell(result: Result | None) -> Cell:
         return average(full[0]["donor_lift"], 1) if full else Cell(DASH)
 
 
-def _evidence_cells(result: Result | None) -> list[Cell]:
-    return [last_tenth(result, name) for name in ("evidence/margin", "evidence/cos_positive")]
+def _evidence_cells(held_out: Result | None, training: Result | None) -> list[Cell]:
+    if held_out is None:
+        return [last_tenth(training, name) for name in ("evidence/margin", "evidence/cos_positive")]
+    with held_out.reading():
+        return [average(held_out.content[name], 3, sign) for name, sign in (("margin", True), ("cos_positive", False))]
 
 
 def _against(arms: Sequence[Arm], baseline: Arm) -> Table | None:

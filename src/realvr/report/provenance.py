@@ -47,6 +47,7 @@ _TITLES = {
     "sweep": "Sweep over K",
     "counterfactual": "Counterfactual pairs",
     "exchange": "Latent exchange",
+    "grounding": "Latents against the evidence of held-out questions",
 }
 
 

@@ -13,14 +13,15 @@ import yaml
 
 from realvr.errors import UserError
 
-Kind = Literal["train", "eval", "sweep", "counterfactual", "exchange"]
-KINDS: tuple[Kind, ...] = ("train", "eval", "sweep", "counterfactual", "exchange")
+Kind = Literal["train", "eval", "sweep", "counterfactual", "exchange", "grounding"]
+KINDS: tuple[Kind, ...] = ("train", "eval", "sweep", "counterfactual", "exchange", "grounding")
 AGAIN = {
     "train": "train the model again",
     "eval": "compute it again with realvr score",
     "sweep": "compute it again with realvr score",
     "counterfactual": "run realvr counterfactual again, it keeps its answers",
     "exchange": "run realvr exchange again, it keeps its answers",
+    "grounding": "remove the folder and run realvr demo again",
 }
 Json = dict[str, Any]
 

@@ -15,6 +15,7 @@ import hashlib
 import os
 import random
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -121,7 +122,10 @@ class Engine:
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ValueError("no parameter of the module is trainable")
         optimizer = build_optimizer(module, settings)
-        self._wrapped, self._optimizer = self.accelerator.prepare(module, optimizer)
+        with warnings.catch_warnings():
+            # accelerate passes the name that older releases of torch know
+            warnings.filterwarnings("ignore", message=".*broadcast_buffers.*")
+            self._wrapped, self._optimizer = self.accelerator.prepare(module, optimizer)
 
     @property
     def wrapped(self) -> nn.Module:

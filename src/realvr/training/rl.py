@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from realvr.backbone.backbone import Backbone, VisualTokens
+from realvr.backbone.loading import trained_latents
 from realvr.backbone.types import Prompt
 from realvr.data.mixture import Mixture
 from realvr.data.sample import Sample
@@ -324,12 +325,12 @@ def _seed(seed: int, step: int, place: int) -> int:
 
 def build_task(settings: Any, ranks: Ranks) -> RlTask:
     """Load the model that ``settings`` names (and the frozen starting policy, if the KL needs one); make its task."""
-    backbone = load_backbone(settings, ranks)
-    if backbone.markers_added and settings.model.latents:
+    if settings.model.latents and not trained_latents(settings.model.path):
         raise UserError(
             f"{settings.model.path} was not trained with latent slots: train Stage 1 first (realvr train sft), "
             "or use --method direct"
         )
+    backbone = load_backbone(settings, ranks)
     reference = None
     if settings.beta and not settings.lora.rank:
         reference = load_backbone(settings, ranks)
