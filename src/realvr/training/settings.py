@@ -125,6 +125,10 @@ class SftSettings(TrainSettings):
     spell_out: bool = False
     """Multiple choice: teach the answer in words before its letter, as base training does. Small models name what they
     see before they can match it with an option. Not in the paper."""
+    marker_init: Literal["mean", "reply"] = "mean"
+    """Where the embeddings of untrained markers start: at the mean of all embeddings, or, with ``reply``, at the token
+    after which the model is used to replying, so that what it has learned to look up there is looked up in the span
+    too. Not in the paper; of no effect on a checkpoint that was trained with latents."""
     gradient_checkpointing: bool = True
     """Recompute the decoder layers in the backward pass instead of keeping their activations. Exact."""
 
