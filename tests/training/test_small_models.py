@@ -1,0 +1,66 @@
+"""Options for models that learn from nothing: answers in words, markers that start as the end of a prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from realvr.backbone import Backbone, Turn
+from realvr.backbone.tiny import build
+from realvr.errors import UserError
+from stage_runs import configure, make, with_markers, world, write
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("internvl3", "tiny", tmp_path_factory.mktemp("model") / "new")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(world(12), tmp_path_factory.mktemp("data"))
+
+
+@pytest.mark.parametrize("spell_out", [False, True])
+def test_an_answer_is_taught_in_words_before_its_letter(
+    spell_out: bool, model: Path, data: Path, tmp_path: Path
+) -> None:
+    raw = configure("sft", model, data, tmp_path, optim={"batch": 3, "microbatch": 3}, spell_out=spell_out)
+    task, _, _ = make("sft", raw)
+    (batch,) = task.prepare(0).microbatches
+    known = {sample.id: sample for sample in world(12)}
+    assert {bool(known[name].choices) for name in batch.names} == {True, False}
+    rows, columns = batch.predict_M2[:, 0], batch.predict_M2[:, 1] + 1
+    for number, name in enumerate(batch.names):
+        mine = batch.segment_RT[rows, columns] == number
+        text = task.backbone.tokenizer.decode([int(i) for i in batch.labels_M[mine]], skip_special_tokens=True)
+        sample = known[name]
+        block = f"<answer>{sample.answer}</answer>"
+        assert text == (f"{sample.answer_text}\n{block}" if spell_out and sample.choices else block)
+
+
+def test_markers_start_as_the_token_that_ends_a_prompt(model: Path, data: Path, tmp_path: Path) -> None:
+    for init in ("mean", "reply"):
+        task, _, _ = make("sft", configure("sft", model, data, tmp_path, marker_init=init))
+        backbone = task.backbone
+        weight = backbone.core.get_input_embeddings().weight.detach()
+        last = weight[backbone.prompt([Turn("user", "How many?")]).ids[-1]]
+        same = [torch.equal(weight[i], last) for i in (backbone.markers.start, backbone.markers.end)]
+        assert same == [init == "reply"] * 2
+        assert not torch.equal(weight[backbone.markers.slot], last)
+
+
+def test_trained_markers_are_left_alone(model: Path, data: Path, tmp_path: Path) -> None:
+    trained = with_markers(model, tmp_path / "trained")
+    before = Backbone.load(trained).core.get_input_embeddings().weight.detach()
+    task, _, _ = make("sft", configure("sft", trained, data, tmp_path / "run", marker_init="reply"))
+    assert torch.equal(before, task.backbone.core.get_input_embeddings().weight.detach())
+
+
+def test_stage_two_refuses_a_base(model: Path, data: Path, tmp_path: Path) -> None:
+    """Its tokenizer has the markers since it was saved by us, but nobody trained them: K is 0."""
+    base = with_markers(model, tmp_path / "base", latents=0)
+    with pytest.raises(UserError, match="train Stage 1 first"):
+        make("rl", configure("rl", base, data, tmp_path / "run"))
