@@ -39,7 +39,8 @@ def card(target: Path, about: str, latents: int, count: int, seed: int) -> None:
     text = (
         f"{about.strip()}\n\n## Weights\n\nfloat16, `model.safetensors` SHA-256 `{digest}`.\n\n"
         f"## Accuracy\n\nPercent of fresh questions of the embedded world answered rightly (greedy, K = {latents}), "
-        f"the single ones on layouts no training saw, seed {seed}:\n\n| questions | accuracy | n |\n|---|---|---|\n{rows}\n\n"
+        f"the single ones on layouts no training saw, seed {seed}:\n\n"
+        f"| questions | accuracy | n |\n|---|---|---|\n{rows}\n\n"
         f"    python scripts/mini_accuracy.py {target} --latents {latents} --count {count} --seed {seed}\n"
     )
     (target / "README.md").write_text(text)
