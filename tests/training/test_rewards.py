@@ -13,6 +13,13 @@ from realvr.data.sample import Sample, Source
 from realvr.errors import UserError
 from realvr.training import rewards
 
+
+@pytest.fixture(autouse=True)
+def forget() -> None:
+    """Symbolic comparisons are remembered: here each test looks for itself whether math-verify is there."""
+    rewards._symbolically_equal.cache_clear()
+
+
 COLORS = ["red", "blue", "dark green"]
 
 
