@@ -10,6 +10,8 @@ import torch
 from realvr.backbone import Backbone, Turn
 from realvr.backbone.tiny import build
 from realvr.errors import UserError
+from realvr.latent import prefill, think
+from realvr.training.examples import conversation
 from stage_runs import configure, make, with_markers, world, write
 
 
@@ -64,3 +66,24 @@ def test_stage_two_refuses_a_base(model: Path, data: Path, tmp_path: Path) -> No
     base = with_markers(model, tmp_path / "base", latents=0)
     with pytest.raises(UserError, match="train Stage 1 first"):
         make("rl", configure("rl", base, data, tmp_path / "run"))
+
+
+def test_the_first_latent_is_logged_apart(model: Path, data: Path, tmp_path: Path) -> None:
+    """Against the state after the opening marker, example by example, with nothing of the evidence read yet."""
+    task, _, _ = make("sft", configure("sft", model, data, tmp_path, optim={"batch": 3, "microbatch": 3}))
+    backbone = task.backbone
+    (batch,) = task.prepare(0).microbatches
+    _, metrics = task.module(batch)
+    known = {sample.id: sample for sample in world(12)}
+    found = []
+    for name in batch.names:
+        sample = known[name]
+        prompt = backbone.prompt(conversation(sample, [image.open() for image in sample.images]))
+        with torch.no_grad():
+            state, _ = prefill(backbone, backbone.batch([prompt]))
+            _, z_BKD = think(backbone, state, 1)
+            target = backbone.see(prompt.images).features_ND[task.encoder.sequence(sample).targets[0]]
+        found.append(float(torch.nn.functional.cosine_similarity(z_BKD[0, 0], target, dim=0)))
+    total, count = metrics["latents/cos_first"]
+    assert float(count) == len(found) > 3
+    assert float(total) == pytest.approx(sum(found), abs=1e-4)

@@ -37,6 +37,7 @@ _METRICS = {
         "loss/next_token": "Next-token loss",
         "loss/reconstruction": "Reconstruction loss",
         "latents/cos_target": "Cosine of states to their targets",
+        "latents/cos_first": "Cosine of the first latent to its target",
         "grad_norm": "Gradient norm",
     },
     "base": {
@@ -52,7 +53,7 @@ _FIRST = {"reward", "evidence/margin", "evidence/cos_positive", "evidence/active
 _TITLES = {"base": "Base model", "sft": "Stage 1: reconstruction", "rl": "Stage 2: reinforcement learning"}
 _LAST = {
     "rl": ("reward", "evidence/margin", "evidence/cos_positive", "evidence/active_hinge", "loss"),
-    "sft": ("loss", "loss/next_token", "loss/reconstruction", "latents/cos_target"),
+    "sft": ("loss", "loss/next_token", "loss/reconstruction", "latents/cos_target", "latents/cos_first"),
     "base": ("loss", "loss/next_token", "loss/caption", "loss/dense"),
 }
 

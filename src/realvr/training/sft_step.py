@@ -155,6 +155,9 @@ class SftStep(nn.Module):
         with torch.no_grad():
             cosine = nn.functional.cosine_similarity(states_ND.float(), targets_ND.float(), dim=-1)
             metrics["latents/cos_target"] = (cosine.sum(), torch.tensor(float(len(cosine)), device=ce.device))
+            # The first latent alone has seen no evidence yet: it shows whether the model finds it by itself.
+            first = micro.slot_example_N.diff(prepend=micro.slot_example_N.new_tensor([-1])) != 0
+            metrics["latents/cos_first"] = (cosine[first].sum(), first.sum().float())
         loss = {"next_token": ce, "reconstruction": self.weight * rec}.get(part or "", ce + self.weight * rec)
         metrics["loss"] = (loss.detach().float(), share)
         return loss + hidden.sum() * 0.0, metrics
