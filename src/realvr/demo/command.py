@@ -114,7 +114,7 @@ def _run(out: Path, settings: DemoSettings, workers: int) -> int:
         write_json(out / "demo.json", index(summary))
         page = write_report(out)
     shown = Console()
-    shown = shown if shown.is_terminal else Console(width=120)
+    shown = shown if shown.is_terminal else Console(width=132)
     shown.print(table(summary, shown.width))
     for note in summary["notes"]:
         shown.print(f"- {note}", highlight=False, markup=False, soft_wrap=True)

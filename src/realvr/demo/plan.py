@@ -33,7 +33,7 @@ class DemoSettings:
     stage1_steps: int = 50
     stage1_rows: int = 16
     """Packed rows of 256 tokens per step, with two to three examples each."""
-    stage1_lr: float = 3e-4
+    stage1_lr: float = 1e-3
     rl_steps: int = 100
     rl_lr: float = 2e-4
     rl_prompts: int = 32

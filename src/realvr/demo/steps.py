@@ -89,6 +89,7 @@ def stage1_settings(settings: DemoSettings) -> dict[str, Any]:
     rows = settings.stage1_rows
     return _common(settings, "mini-base", plan.SHORT_STAGE1, settings.stage1_steps) | {
         "optim": _optim(settings.stage1_lr, settings.stage1_steps, rows, rows),
+        "reconstruction_weight": 1.0,
         "pack_tokens": 256,
         "position_jitter": 16,
         "hide_image_ratio": 0.5,

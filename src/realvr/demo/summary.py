@@ -207,7 +207,7 @@ def headline(folder: Path, step: Step) -> str:
     return ""
 
 
-def table(summary: Json, width: int = 120) -> Table:
+def table(summary: Json, width: int = 132) -> Table:
     """The closing table: a row for each arm, or, where the terminal is too narrow for that, a column."""
     quick = summary["settings"]["quick"]
     title = "The demo in numbers, 95 % intervals in brackets" + (" (quick: they mean nothing)" if quick else "")
@@ -222,7 +222,7 @@ def table(summary: Json, width: int = 120) -> Table:
     return made
 
 
-_WIDE = 116
+_WIDE = 128
 _COLUMNS = ("five tasks %", "no latents", "another's", "strict flip %", "donor lift", "g", "cos p⁺")
 _LEGEND = (
     "five tasks: mean accuracy. no latents, another's: its change in points without the span and with the latents of "
