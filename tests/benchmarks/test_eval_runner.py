@@ -194,12 +194,12 @@ def test_another_evaluation_is_kept_out(finished: Path, benches: list[Questions]
     out = tmp_path / "run"
     shutil.copytree(finished, out)
     said = Constant("<answer>A</answer>")
-    with pytest.raises(UserError, match=r'settings.policy was "strict", is "lvr"'):
+    with pytest.raises(UserError, match=r'settings.policy was "strict", now "lvr"'):
         evaluate(said, benches, out, EvalSettings(policy="lvr"))
-    with pytest.raises(UserError, match=r"benches.mmvp.questions was 6, is 4"):
+    with pytest.raises(UserError, match=r"benches.mmvp.questions was 6, now 4"):
         fewer = Questions("mmvp", benches[0].samples[:4], path=benches[0].path, format="mmvp", rows=6)
         evaluate(said, [fewer, *benches[1:]], out)
-    with pytest.raises(UserError, match=r"settings.latents was \[3, 0\], is \[3\]"):
+    with pytest.raises(UserError, match=r"settings.latents was \[3, 0\], now \[3\]"):
         evaluate(said, benches, out, EvalSettings(ablation=False))
     (out / "eval.json").unlink()
     with pytest.raises(UserError, match=r"holds predictions.jsonl without eval.json"):

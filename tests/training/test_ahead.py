@@ -123,3 +123,9 @@ def test_the_norm_of_visual_tokens_is_held_at_one(model: Path, data: Path, tmp_p
     assert loop.train(again, found, engine) == 0
     losses = [json.loads(line)["loss/feature_norm"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+def test_stages_that_encode_themselves_refuse_workers(kind: str, model: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="data.workers is for base training"):
+        make(kind, configure(kind, model, data, tmp_path, data={"workers": 1}))

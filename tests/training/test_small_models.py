@@ -1,4 +1,4 @@
-"""Options for models that learn from nothing: answers in words, markers that start as the end of a prompt."""
+"""Options for models that learn from nothing: answers in words, the first latent watched."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from realvr.backbone import Backbone, Turn
 from realvr.backbone.tiny import build
 from realvr.errors import UserError
 from realvr.latent import prefill, think
@@ -41,24 +40,6 @@ def test_an_answer_is_taught_in_words_before_its_letter(
         sample = known[name]
         block = f"<answer>{sample.answer}</answer>"
         assert text == (f"{sample.answer_text}\n{block}" if spell_out and sample.choices else block)
-
-
-def test_markers_start_as_the_token_that_ends_a_prompt(model: Path, data: Path, tmp_path: Path) -> None:
-    for init in ("mean", "reply"):
-        task, _, _ = make("sft", configure("sft", model, data, tmp_path, marker_init=init))
-        backbone = task.backbone
-        weight = backbone.core.get_input_embeddings().weight.detach()
-        last = weight[backbone.prompt([Turn("user", "How many?")]).ids[-1]]
-        same = [torch.equal(weight[i], last) for i in (backbone.markers.start, backbone.markers.end)]
-        assert same == [init == "reply"] * 2
-        assert not torch.equal(weight[backbone.markers.slot], last)
-
-
-def test_trained_markers_are_left_alone(model: Path, data: Path, tmp_path: Path) -> None:
-    trained = with_markers(model, tmp_path / "trained")
-    before = Backbone.load(trained).core.get_input_embeddings().weight.detach()
-    task, _, _ = make("sft", configure("sft", trained, data, tmp_path / "run", marker_init="reply"))
-    assert torch.equal(before, task.backbone.core.get_input_embeddings().weight.detach())
 
 
 def test_stage_two_refuses_a_base(model: Path, data: Path, tmp_path: Path) -> None:

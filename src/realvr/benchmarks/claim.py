@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from realvr.benchmarks.records import PREDICTIONS
-from realvr.benchmarks.store import write_atomically
 from realvr.errors import UserError
+from realvr.files import differences, read_json, write_json
+
+if TYPE_CHECKING:
+    from realvr.benchmarks.responder import Responder
 
 RECORD = "eval.json"
 _COMPARED = ("responder", "benches", "settings")
@@ -25,34 +30,23 @@ def claim(directory: Path, record: Mapping[str, Any]) -> bool:
     if not path.exists():
         if (directory / PREDICTIONS).exists():
             raise UserError(f"{directory} holds {PREDICTIONS} without {RECORD}; name another --out")
-        write_atomically(path, json.dumps(record, indent=2, ensure_ascii=True) + "\n")
+        write_json(path, record)
         return False
     earlier, now = _fixed(read_record(directory)), _fixed(json.loads(json.dumps(record)))
-    found = [
-        difference for part in _COMPARED for difference in _differences(part, earlier.get(part, {}), now.get(part, {}))
-    ]
+    found = [line for part in _COMPARED for line in differences(earlier.get(part, {}), now.get(part, {}), part)]
     if found:
         raise UserError(
             f"{directory} holds an evaluation made otherwise ({'; '.join(found[:4])}): name another --out, or give the "
             "same settings to continue it"
         )
-    if changed := list(_differences("versions", earlier.get("versions", {}), now.get("versions", {}))):
+    if changed := differences(earlier.get("versions", {}), now.get("versions", {}), "versions"):
         print(f"realvr: note: {directory} was begun elsewhere ({'; '.join(changed)})", file=sys.stderr)
     return True
 
 
 def read_record(directory: str | Path) -> dict[str, Any]:
     """The record of a directory."""
-    path = Path(directory) / RECORD
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: an object is expected")
-    return found
+    return read_json(Path(directory) / RECORD)
 
 
 def _fixed(record: dict[str, Any]) -> dict[str, Any]:
@@ -68,14 +62,17 @@ def _fixed(record: dict[str, Any]) -> dict[str, Any]:
     return record | {"responder": responder, "benches": benches}
 
 
-def _differences(name: str, before: Any, now: Any) -> Iterator[str]:
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in [*before, *(key for key in now if key not in before)]:
-            yield from _differences(f"{name}.{key}", before.get(key), now.get(key))
-    elif before != now:
-        yield f"{name} was {_short(before)}, is {_short(now)}"
+def versions(responder: Responder) -> dict[str, str]:
+    """What the numbers were made with."""
+    import torch
 
+    from realvr import __version__
 
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "…"
+    packages = ("torch", "transformers", "tokenizers", "numpy", "pillow")
+    device = getattr(getattr(responder, "backbone", None), "device", torch.device("cpu"))
+    return {
+        "python": platform.python_version(),
+        "realvr": __version__,
+        **{name: metadata.version(name) for name in packages},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    }

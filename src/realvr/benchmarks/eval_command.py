@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import platform
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -331,6 +329,7 @@ def _one(
     ranks: Ranks,
 ) -> dict[str, Any]:
     """Evaluate one checkpoint."""
+    from realvr.benchmarks.claim import versions
     from realvr.benchmarks.runner import budgets
     from realvr.benchmarks.runner import evaluate as ask_everything
 
@@ -372,22 +371,6 @@ def default_batch(responder: Responder) -> int:
     """Questions at a time where the user does not say."""
     backbone = getattr(responder, "backbone", None)
     return 32 if backbone is not None and backbone.device.type == "cuda" else 16
-
-
-def versions(responder: Responder) -> dict[str, str]:
-    """What the numbers were made with."""
-    import torch
-
-    from realvr import __version__
-
-    packages = ("torch", "transformers", "tokenizers", "numpy", "pillow")
-    device = getattr(getattr(responder, "backbone", None), "device", torch.device("cpu"))
-    return {
-        "python": platform.python_version(),
-        "realvr": __version__,
-        **{name: metadata.version(name) for name in packages},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-    }
 
 
 def report(summaries: dict[str, dict[str, Any]], out: Path) -> None:

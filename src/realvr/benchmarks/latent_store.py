@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from realvr.benchmarks.store import write_atomically
 from realvr.errors import UserError
+from realvr.files import write_atomically
 
 LATENTS = "latents"
 

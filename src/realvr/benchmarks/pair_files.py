@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from realvr.benchmarks.records import json_line
-from realvr.benchmarks.store import trim, write_atomically
+from realvr.benchmarks.store import trim
 from realvr.errors import UserError
+from realvr.files import differences, read_json, write_json
 
 Record = dict[str, Any]
 
@@ -73,8 +74,7 @@ def claim(folder: Path, name: str, settings: dict[str, Any]) -> None:
     settings = json.loads(json.dumps(settings))
     try:
         if note.exists():
-            before = json.loads(note.read_text(encoding="utf-8"))
-            changes = _changes(before, settings)
+            changes = differences(read_json(note), settings)
             if changes:
                 raise UserError(
                     f"{folder} holds results with other settings ({'; '.join(changes[:4])}): "
@@ -83,21 +83,8 @@ def claim(folder: Path, name: str, settings: dict[str, Any]) -> None:
             return
         folder.mkdir(parents=True, exist_ok=True)
         write_json(note, settings)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise UserError(f"{note}: cannot be used ({error})") from None
-
-
-def _changes(before: Any, now: Any, name: str = "") -> list[str]:
-    """What differs, in words."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        keys = [*before, *(key for key in now if key not in before)]
-        return [line for key in keys for line in _changes(before.get(key), now.get(key), f"{name}.{key}".lstrip("."))]
-    return [] if before == now else [f"{name} was {json.dumps(before)}, now {json.dumps(now)}"]
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Replace a file as a whole."""
-    write_atomically(path, json.dumps(content, indent=2) + "\n")
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:

@@ -15,10 +15,11 @@ from rich.table import Table
 
 from realvr.benchmarks import counterfactual_summary, exchange_summary
 from realvr.benchmarks.extract import POLICIES
-from realvr.benchmarks.pair_files import Journal, Record, claim, write_csv, write_json
+from realvr.benchmarks.pair_files import Journal, Record, claim, write_csv
 from realvr.benchmarks.pairs import Pair, PairReport, fingerprint, read_pairs, unrelated
 from realvr.benchmarks.tables import wide_console
 from realvr.errors import UserError
+from realvr.files import write_json
 
 if TYPE_CHECKING:
     from realvr.benchmarks.model_responder import ModelResponder

@@ -15,31 +15,12 @@ from typing import IO
 
 from realvr.benchmarks.records import PREDICTIONS, Prediction, read_predictions
 from realvr.errors import UserError
+from realvr.files import write_atomically
 
 Key = tuple[str, str, str, int, int]
 """(bench, question, condition, latents, seed), see `Prediction.key`."""
 _PARTS = "predictions.rank*.jsonl"
 _LOCK = ".lock"
-
-
-def write_atomically(path: Path, data: str | bytes) -> None:
-    """The file is there whole or not at all, even after a kill or a power cut."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as target:
-        target.write(data.encode() if isinstance(data, str) else data)
-        target.flush()
-        os.fsync(target.fileno())
-    os.replace(temporary, path)
-    sync_directory(path.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make renames in a directory durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def trim(path: Path) -> None:

@@ -96,9 +96,9 @@ class _sigterm_stops:
 def _run(out: Path, settings: DemoSettings, workers: int) -> int:
     from realvr.demo.display import Display, clock
     from realvr.demo.files import claim, is_done
-    from realvr.demo.steps import write_json
     from realvr.demo.summary import collect, index, table
     from realvr.demo.team import run_steps
+    from realvr.files import write_json
 
     console = Console(stderr=True, soft_wrap=True)
     begun = time.monotonic()

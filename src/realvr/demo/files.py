@@ -5,15 +5,15 @@ from __future__ import annotations
 import fcntl
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import IO, Any
 
 from realvr import models
 from realvr.demo.plan import DemoSettings, Step
-from realvr.demo.steps import mark, write_json
+from realvr.demo.steps import mark
 from realvr.errors import UserError
+from realvr.files import differences, read_json, write_json
 
 SETTINGS = "demo_settings.json"
 _LOCK = ".lock"
@@ -34,7 +34,7 @@ def claim(folder: Path, settings: DemoSettings) -> IO[str]:
         lock = (folder / _LOCK).open("w")
         _wait(lock, folder)
         if note.exists():
-            _refuse_other(folder, _read(note), record)
+            _refuse_other(folder, read_json(note), record)
         else:
             write_json(note, record)
     except OSError as error:
@@ -55,7 +55,11 @@ def _wait(lock: IO[str], folder: Path) -> None:
 
 
 def _refuse_other(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    different = list(_differences(before, now))
+    weights = before.get("models", {})
+    different = differences(before.get("settings", {}), now["settings"])
+    different += [
+        f"the weights of {name} differ" for name, found in now["models"].items() if weights.get(name) != found
+    ]
     if different:
         raise UserError(
             f"{folder} holds a demo with other settings ({'; '.join(different[:4])}): give the same ones to continue "
@@ -63,27 +67,9 @@ def _refuse_other(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> 
         )
 
 
-def _differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    for part in ("settings", "models"):
-        old, new = before.get(part, {}), now.get(part, {})
-        for key in [*old, *(key for key in new if key not in old)]:
-            if old.get(key) != new.get(key):
-                name = f"the weights of {key}" if part == "models" else f"{key}"
-                values = "" if part == "models" else f" {old.get(key)}, now {new.get(key)}"
-                yield f"{name} {'differ' if part == 'models' else 'was'}{values}"
-
-
-def _read(note: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(note.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{note}: damaged ({error}); remove the folder to start again") from None
-    return found if isinstance(found, dict) else {}
-
-
 def read_settings(folder: Path) -> DemoSettings:
     """The settings that a folder was begun with."""
-    stored = _read(folder / SETTINGS)["settings"]
+    stored = read_json(folder / SETTINGS)["settings"]
     known = {field.name for field in fields(DemoSettings)}
     chosen: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()

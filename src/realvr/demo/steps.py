@@ -7,8 +7,6 @@ of processes nor on interruptions.
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 from realvr.demo import plan
 from realvr.demo.plan import Arm, DemoSettings, Step
+from realvr.files import write_json
 
 DONE = Path("done")
 
@@ -214,14 +213,6 @@ def _arm(step: Step) -> Arm:
     if step.arm is None:
         raise ValueError(f"{step.name} belongs to no arm")
     return step.arm
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
 
 
 WORK: dict[str, Callable[[Step, DemoSettings], None]] = {

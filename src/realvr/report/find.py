@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from realvr.errors import UserError
-from realvr.report.results import KINDS, Arm, Json, Kind, Result, Results, read_json, read_settings, read_steps
+from realvr.files import read_json
+from realvr.report.results import KINDS, Arm, Json, Kind, Result, Results, read_settings, read_steps
 
 FILES = {
     "metrics.jsonl": "training runs",

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from realvr.errors import UserError
+from realvr.files import read_json
 
 Kind = Literal["train", "eval", "sweep", "counterfactual", "exchange", "grounding"]
 KINDS: tuple[Kind, ...] = ("train", "eval", "sweep", "counterfactual", "exchange", "grounding")
@@ -86,19 +87,6 @@ class Results:
 
 
 # ---------------------------------------------------------------------- files
-
-
-def read_json(path: Path) -> Json:
-    """The object in a JSON file."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except ValueError as error:
-        raise UserError(f"{path}: damaged ({error}); write it again with the command that made it") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: a JSON object is expected; write it again with the command that made it")
-    return found
 
 
 def read_settings(path: Path) -> Json:

@@ -17,6 +17,7 @@ from typing import Any
 
 from realvr import __version__
 from realvr.errors import UserError
+from realvr.files import sync
 from realvr.training.configuration import differences
 from realvr.training.engine import Engine
 from realvr.training.sections import CheckpointSettings
@@ -25,7 +26,6 @@ from realvr.training.statefile import (
     generator_state,
     read_state,
     set_generator_state,
-    sync,
     write_state,
     write_text,
 )

@@ -19,11 +19,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from realvr.errors import UserError
+from realvr.files import sync
 from realvr.training import configuration, memory, tracking
 from realvr.training.checkpoints import Checkpoints, Progress
 from realvr.training.engine import Engine
 from realvr.training.settings import TrainSettings
-from realvr.training.statefile import generator_state, set_generator_state, sync
+from realvr.training.statefile import generator_state, set_generator_state
 from realvr.training.stopping import INTERRUPTED, Stopping
 from realvr.training.task import Metrics, Prepared, Task
 from realvr.training.tracking import Tracker

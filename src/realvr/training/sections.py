@@ -68,7 +68,7 @@ class DataSettings(Section):
     seed: int = 0
     """Seed of the order of the data, apart from ``run.seed``: runs that are compared can see the same order."""
     workers: int = Field(default=0, ge=0)
-    """Processes per rank that encode examples ahead of the loop (base training; the other stages encode themselves)."""
+    """Processes per rank that encode examples ahead of the loop; base training only, the other stages refuse it."""
     keep_encoded: bool = False
     """Keep every encoded example in memory, pixels included, so that later epochs need not encode it again. For many
     epochs over small pictures; a picture of 1,000 visual tokens takes about 10 MB."""

@@ -5,7 +5,7 @@ Defaults are those of the paper's tables tab:hp-sft and tab:hp-rl. Read by ``con
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -89,6 +89,8 @@ class BaseModelSettings(ModelSettings):
 class TrainSettings(Section):
     """What every training has."""
 
+    encodes_ahead: ClassVar[bool] = False
+    """Whether the stage can use ``data.workers``."""
     model: ModelSettings
     """The model to start from."""
     data: DataSettings
@@ -101,6 +103,12 @@ class TrainSettings(Section):
     """Checkpoints that a killed run continues from."""
     log: LogSettings = LogSettings()
     """What is recorded, and how often."""
+
+    @model_validator(mode="after")
+    def _workers_work(self) -> Self:
+        if self.data.workers and not self.encodes_ahead:
+            raise ValueError("data.workers is for base training; this stage encodes its examples itself")
+        return self
 
 
 class SftSettings(TrainSettings):
@@ -125,10 +133,6 @@ class SftSettings(TrainSettings):
     spell_out: bool = False
     """Multiple choice: teach the answer in words before its letter, as base training does. Small models name what they
     see before they can match it with an option. Not in the paper."""
-    marker_init: Literal["mean", "reply"] = "mean"
-    """Where the embeddings of untrained markers start: at the mean of all embeddings, or, with ``reply``, at the token
-    after which the model is used to replying, so that what it has learned to look up there is looked up in the span
-    too. Not in the paper; of no effect on a checkpoint that was trained with latents."""
     gradient_checkpointing: bool = True
     """Recompute the decoder layers in the backward pass instead of keeping their activations. Exact."""
 
@@ -211,6 +215,7 @@ class RlSettings(TrainSettings):
 class BaseSettings(TrainSettings):
     """Base training: all parameters, vision included, with next-token, caption and dense auxiliary losses."""
 
+    encodes_ahead: ClassVar[bool] = True
     model: BaseModelSettings
     """The model to start from."""
     optim: BaseOptimSettings = BaseOptimSettings()

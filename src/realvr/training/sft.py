@@ -9,8 +9,6 @@ from typing import Any
 import torch
 
 from realvr.backbone.backbone import Backbone
-from realvr.backbone.loading import trained_latents
-from realvr.backbone.types import Turn
 from realvr.data.mixture import Mixture
 from realvr.data.packing import PackedStream
 from realvr.data.sample import Sample
@@ -123,18 +121,7 @@ class SftTask:
 
 def build_task(settings: Any, ranks: Ranks) -> SftTask:
     """Load the model that ``settings`` names and make its Stage-1 task."""
-    backbone = load_backbone(settings, ranks)
-    if settings.marker_init == "reply" and not trained_latents(settings.model.path):
-        start_markers_as_reply(backbone)
-    return SftTask(backbone, settings, ranks)
-
-
-@torch.no_grad()
-def start_markers_as_reply(backbone: Backbone) -> None:
-    """Give both markers the input embedding of the token that ends a prompt."""
-    weight = backbone.core.get_input_embeddings().weight
-    last = int(backbone.prompt([Turn("user", "?")]).ids[-1])
-    weight[[backbone.markers.start, backbone.markers.end]] = weight[last].clone()
+    return SftTask(load_backbone(settings, ranks), settings, ranks)
 
 
 def load_backbone(settings: Any, ranks: Ranks) -> Backbone:
