@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from realvr.backbone.backbone import Backbone
 from realvr.backbone.tiny import build
 from realvr.errors import UserError
 from realvr.training import loop
-from realvr.training.ahead import ahead
+from realvr.training.ahead import ahead, made_at_once
 from stage_runs import configure, make, numbers, run, world, write
 
 
@@ -84,9 +85,52 @@ def test_a_kept_example_is_not_encoded_again(model: Path, data: Path, tmp_path: 
     assert len(first) == 12 and all(task.kept[name] is rows for name, rows in first.items())
 
 
-def test_both_at_once_are_refused(model: Path, data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="exclude each other"):
-        make("base", settings(model, data, tmp_path, data={"keep_encoded": True, "workers": 1}))
+def test_everything_is_encoded_at_the_start_by_the_workers(model: Path, data: Path, tmp_path: Path) -> None:
+    """In other processes: this one only hears the results."""
+    task, _, _ = make("base", settings(model, data, tmp_path, data={"keep_encoded": True, "workers": 2}))
+    task._encode_anew = lambda sample: (_ for _ in ()).throw(AssertionError(f"{sample.id} encoded again"))
+    with pytest.raises(RuntimeError, match="ended without a word"):
+        task.prepare(0)
+    task, _, _ = make("base", settings(model, data, tmp_path, data={"keep_encoded": True, "workers": 2}))
+    task.prepare(0)
+    assert len(task.kept) == 12
+
+
+@pytest.mark.parametrize("kind", ["base", "sft", "rl"])
+def test_encoding_at_the_start_changes_no_number(kind: str, model: Path, data: Path, tmp_path: Path) -> None:
+    optim = {"steps": 3, "batch": 6, "microbatch": 3}
+    start = tmp_path / "start"
+    Backbone.load(str(model), dtype="float32", latents=2).save(start)  # Stage 2 wants a model with a span
+    found = [
+        run(kind, configure(kind, start, data, tmp_path / str(len(extra)), optim=optim, data=extra))
+        for extra in ({}, {"keep_encoded": True, "workers": 2})
+    ]
+    assert numbers(found[0]) == numbers(found[1])
+
+
+def test_made_at_once_keeps_order_values_and_errors() -> None:
+    def squared(item: int) -> Any:
+        if item == 9:
+            raise UserError("nine is refused")
+        return {"square": torch.tensor([item**2]), "none": torch.empty(0, 3), "flag": torch.tensor([True, False])}
+
+    for workers in (1, 3, 20):
+        found = list(made_at_once(squared, list(range(8)), workers))
+        assert [int(each["square"]) for each in found] == [i * i for i in range(8)]
+        assert found[0]["none"].shape == (0, 3) and found[0]["flag"].dtype == torch.bool
+    with pytest.raises(UserError, match="nine is refused"):
+        list(made_at_once(squared, list(range(12)), 4))
+    assert list(made_at_once(squared, [], 4)) == []
+
+
+def test_unusable_examples_are_counted(model: Path, data: Path, tmp_path: Path) -> None:
+    broken = write(world(12), tmp_path / "broken")
+    pictures = sorted((tmp_path / "broken").rglob("*.png"))
+    pictures[3].write_bytes(b"nothing")
+    for extra in ({}, {"keep_encoded": True, "workers": 2}):
+        raw = settings(model, broken, tmp_path / f"run{len(extra)}", data=extra)
+        steps = run("base", raw | {"optim": {"steps": 2, "batch": 12, "microbatch": 6}})
+        assert [step["data/rejected_per_rank"] for step in steps] == [1.0, 1.0]
 
 
 def test_a_step_of_unusable_examples_stops_with_their_reason(model: Path, data: Path, tmp_path: Path) -> None:
@@ -126,6 +170,6 @@ def test_the_norm_of_visual_tokens_is_held_at_one(model: Path, data: Path, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["sft", "rl"])
-def test_stages_that_encode_themselves_refuse_workers(kind: str, model: Path, data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="data.workers is for base training"):
+def test_stages_that_encode_themselves_refuse_workers_alone(kind: str, model: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="data.workers needs data.keep_encoded"):
         make(kind, configure(kind, model, data, tmp_path, data={"workers": 1}))

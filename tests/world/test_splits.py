@@ -11,11 +11,12 @@ import pytest
 
 import realvr
 from realvr.errors import UserError
+from realvr.world import benchmarks
 from realvr.world.scene import BUCKETS
 from realvr.world.solver import solve
 from realvr.world.splits import SPLITS, Recipe, build, drawn, items, leaks, samples
 
-SMALL = {"hrbench-4k": 4, "hrbench-8k": 4, "counterfactual": 12, "mmvp": 20}
+SMALL = {"hrbench-4k": 4, "hrbench-8k": 4, "counterfactual": 12, "mmvp": 20, "practice": 160}
 
 
 def test_buckets_are_disjoint_and_all_used():
@@ -41,6 +42,7 @@ def test_no_leak_either_where_all_splits_share_one_canvas():
         "dialogues",
         "train-boxes",
         "train-plain",
+        "practice",
         "validation",
         "mmvp",
         "counterfactual",
@@ -56,7 +58,7 @@ def test_the_leak_check_finds_leaks(everything):
 def test_ids_are_unique_and_boxes_where_promised(everything):
     for name, found in everything.items():
         assert len({item.id for item in found}) == len(found), name
-        assert all(item.boxes for item in found) or name in ("train-plain", "mme-realworld", "sequels")
+        assert all(item.boxes for item in found) or name in ("train-plain", "mme-realworld", "sequels", "practice")
     assert not any(item.boxes for item in everything["train-plain"])
 
 
@@ -156,6 +158,7 @@ def test_captions_and_tables_come_with_training_samples(everything):
         ({"split": "blink", "seed": -1}, "seed is -1"),
         ({"split": "blink", "size": (5, 5)}, "5x5"),
         ({"split": "curriculum", "kinds": ("colour",)}, "colour"),
+        ({"split": "practice", "withheld": "only"}, "puzzles"),
     ],
 )
 def test_bad_recipes_are_named(fields, named):
@@ -195,3 +198,26 @@ def test_a_sequel_asks_about_its_second_picture():
         ):
             assert solve(view.scene, text) == answer
     assert 20 <= edited <= 60
+
+
+def test_practice_asks_as_the_benchmarks_do(everything):
+    """The same sizes of pictures, numbers of options and kinds; no withheld words; captions where there is a scene."""
+    found = everything["practice"]
+    assert [item.tags["manner"] for item in found[:8]] == list(benchmarks.PRACTICE)
+    assert not any(item.tags.get("withheld") == "yes" for item in found)
+    assert all(("caption" in item.meta) == ("withheld" in item.tags) for item in found)
+    small = {
+        "mmvp": Recipe("mmvp", size=(48, 48), count=40),
+        "hrbench": Recipe("hrbench-4k", size=(192, 192), count=10, resize=benchmarks.Resize(48 * 48, 8)),
+        "mme-realworld": Recipe("mme-realworld", size=(128, 128), count=40),
+    }
+    real = {name: list(items(recipe)) for name, recipe in small.items()}
+    real |= {
+        task: [i for i in items(Recipe("blink", size=(48, 48), count=60)) if i.task == task]
+        for task in benchmarks.BLINK_TASKS
+    }
+    for manner, theirs in real.items():
+        ours = [item for item in found if item.tags["manner"] == manner]
+        looks = [{(*(v.size for v in i.views), len(i.choices)) for i in group} for group in (ours, theirs)]
+        assert looks[0] == looks[1], manner
+        assert {item.kind for item in ours} <= {item.kind for item in theirs}, manner

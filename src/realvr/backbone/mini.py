@@ -149,5 +149,7 @@ def corpus() -> list[str]:
 
     made = items(Recipe("train-boxes", seed=0, count=300, kinds=FULL_KINDS))
     texts = [text for item in made for text in (asked(item.text, item.choices), item.meta["caption"], item.answer)]
+    practice = items(Recipe("practice", seed=0, count=80))
+    texts += [text for item in practice for text in (asked(item.text, item.choices), item.answer)]
     wordings = [wording for each in PHRASINGS.values() for wording in each]
     return texts + wordings + [formatted(letter) for letter in "ABCDE"] * 200

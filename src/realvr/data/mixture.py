@@ -120,13 +120,21 @@ class Mixture(Generic[T]):
         number, offset = divmod(drawn, len(self.sources[source]))
         return self.names[source], int(self._pass_order(source, number)[offset])
 
-    def __iter__(self) -> Iterator[T]:
-        by_name = dict(zip(self.names, self.sources, strict=True))
+    def places(self) -> Iterator[tuple[str, int]]:
+        """(source name, index in it) of the items, in their order; shares its progress with iterating over items."""
         while self.epochs is None or self.position < self.epochs * self.epoch_size:
-            name, index = self.locate(self.position)
+            place = self.locate(self.position)
             # Moved on before the item is handed over: a state taken by its receiver starts at the next item.
             self.position += self.world * self.workers
-            yield by_name[name][index]
+            yield place
+
+    def at(self, place: tuple[str, int]) -> T:
+        """The item at a place."""
+        return self.sources[self.names.index(place[0])][place[1]]
+
+    def __iter__(self) -> Iterator[T]:
+        for place in self.places():
+            yield self.at(place)
 
     def _identity(self) -> dict[str, Any]:
         sizes = [len(source) for source in self.sources]

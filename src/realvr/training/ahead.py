@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import multiprocessing
+import pickle
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Dataset
+
+from realvr.errors import UserError
 
 AHEAD = 2  # steps per worker
 
@@ -46,6 +54,64 @@ def ahead(
             given.append(pair)
             yield pair[1]
 
-    loader = DataLoader(_Made(make), batch_size=None, sampler=hand_out(), num_workers=workers, prefetch_factor=AHEAD)  # type: ignore[call-overload]
+    loader = DataLoader(
+        _Made(make),
+        batch_size=None,
+        sampler=hand_out(),  # type: ignore[arg-type]
+        num_workers=workers,
+        prefetch_factor=AHEAD,
+        worker_init_fn=_leave_interrupts_to_the_loop,
+    )
     for made in loader:
         yield given.popleft(), made
+
+
+class _Plain(pickle.Pickler):
+    """Tensors as arrays: torch's own way through a pipe opens a file for each."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return torch.from_numpy, (value.numpy(),)
+        return NotImplemented
+
+
+def _send(pipe: Connection, value: Any) -> None:
+    buffer = io.BytesIO()
+    _Plain(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    pipe.send_bytes(buffer.getbuffer())
+
+
+def made_at_once(make: Callable[[Any], Any], items: Sequence[Any], workers: int) -> Iterator[Any]:
+    """``make(item)`` of every item, in order, by forked processes. Tensors in the results must not lie on a GPU."""
+    context = multiprocessing.get_context("fork")
+
+    def work(number: int, pipe: Connection) -> None:
+        _leave_interrupts_to_the_loop(number)
+        torch.set_num_threads(1)
+        try:
+            for item in items[number::workers]:
+                _send(pipe, (make(item), None))
+        except UserError as error:
+            _send(pipe, (None, str(error)))
+        except (BrokenPipeError, ConnectionResetError):  # the loop gave up
+            pass
+
+    with ExitStack() as stack:
+        pipes = []
+        for number in range(min(workers, len(items))):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=work, args=(number, sender), daemon=True)
+            process.start()
+            sender.close()
+            stack.callback(process.join)
+            stack.callback(process.terminate)
+            stack.callback(receiver.close)
+            pipes.append(receiver)
+        for place in range(len(items)):
+            try:
+                value, error = pickle.loads(pipes[place % workers].recv_bytes())
+            except EOFError:
+                raise RuntimeError("a process that encodes examples ended without a word; was it killed?") from None
+            if error is not None:
+                raise UserError(error)
+            yield value

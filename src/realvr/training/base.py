@@ -26,7 +26,7 @@ from realvr.data.sample import Sample
 from realvr.data.wording import spelled_out
 from realvr.errors import UserError
 from realvr.latent.engine import advance, token_logprobs
-from realvr.training.ahead import ahead
+from realvr.training.ahead import ahead, made_at_once
 from realvr.training.examples import Encoder, mixture, share_of_batch
 from realvr.training.sft import load_backbone
 from realvr.training.sft_step import SftBatch, SftExample, pack_rows
@@ -147,12 +147,12 @@ class BaseTask:
         self.classes = [_classes(self.samples.sources, attribute) for attribute in ATTRIBUTES]
         self.module = BaseStep(backbone, settings, [len(names) for names in self.classes])
         self.encoder = Encoder(backbone, backbone.context_length)
-        self.kept: dict[int, _Rows] = {}
+        self.kept: dict[tuple[str, int], _Rows] = {}
         self._position: dict[str, Any] | None = None
         self._ahead: Iterator[Any] | None = None
 
     def prepare(self, step: int) -> Prepared:
-        micro = next(self._steps(step))
+        micro, unusable = next(self._steps(step))
         for batch in micro:
             batch.rows.unstack_images()
         own = {
@@ -169,30 +169,50 @@ class BaseTask:
             batch.totals = totals
             batch.to(self.backbone.device)
         world = torch.tensor(1 / self.ranks.world, device=self.backbone.device)
-        return Prepared(micro, {"tokens": (tokens, world)})
+        lost = torch.tensor(float(unusable), device=self.backbone.device)
+        return Prepared(micro, {"tokens": (tokens, world), "data/rejected_per_rank": (lost, world * self.ranks.world)})
 
-    def _steps(self, step: int) -> Iterator[list[BaseBatch]]:
+    def _steps(self, step: int) -> Iterator[tuple[list[BaseBatch], int]]:
         """Microbatches of ``step`` and the following ones; worker processes make them ahead of time."""
         if self._ahead is None:
-            self._ahead = ahead(self._make, self._orders(step), self.settings.data.workers)
-        for (position, _), micro in self._ahead:
+            workers = self.settings.data.workers
+            if workers and self.settings.data.keep_encoded and not self.kept:
+                self._encode_all(workers)
+            self._ahead = ahead(self._make, self._orders(step), workers)
+        for (position, _), made in self._ahead:
             self._position = position
-            yield micro
+            yield made
 
-    def _orders(self, step: int) -> Iterator[tuple[dict[str, Any], tuple[int, list[Sample]]]]:
+    def _encode_all(self, workers: int) -> None:
+        """Fill the memory before the workers of the loop are forked, so that they share it."""
+        samples = self.samples
+        places = [
+            (name, i) for name, source in zip(samples.names, samples.sources, strict=True) for i in range(len(source))
+        ]
+        for place, rows in zip(places, made_at_once(self._laid_out, places, workers), strict=True):
+            if rows is not None:
+                self.kept[place] = rows
+
+    def _laid_out(self, place: tuple[str, int]) -> _Rows | None:
+        found = self._encode(place)
+        for example in found[0] if found else ():
+            example.layout(self.backbone)
+        return found
+
+    def _orders(self, step: int) -> Iterator[tuple[dict[str, Any], tuple[int, list[tuple[str, int]]]]]:
         """Per step: where the data stands after it, and what it is made of."""
-        stream = iter(self.samples)
+        places = self.samples.places()
         while True:
-            drawn = [next(stream) for _ in range(self.share)]
+            drawn = [next(places) for _ in range(self.share)]
             yield self.samples.state_dict(), (step, drawn)
             step += 1
 
-    def _make(self, order: tuple[int, list[Sample]]) -> list[BaseBatch]:
-        """Encode and lay out one step. May run in another process."""
+    def _make(self, order: tuple[int, list[tuple[str, int]]]) -> tuple[list[BaseBatch], int]:
+        """Encode and lay out one step; and how many examples cannot be used. May run in another process."""
         step, drawn = order
         size, rank = self.settings.optim.microbatch, self.ranks.rank
         generator = torch.Generator().manual_seed((self.settings.run.seed * 1_000_003 + step) * 4099 + rank)
-        found = [rows for rows in (self._encode(sample) for sample in drawn) if rows is not None]
+        found = [rows for rows in (self._encode(place) for place in drawn) if rows is not None]
         if len(found) <= len(drawn) - size:  # a microbatch would be empty
             raise UserError(
                 f"step {step + 1}: {len(drawn) - len(found)} of {len(drawn)} examples cannot be used: "
@@ -202,15 +222,15 @@ class BaseTask:
         if self.settings.data.workers:
             for batch in made:
                 batch.rows.stack_images()
-        return made
+        return made, len(drawn) - len(found)
 
-    def _encode(self, sample: Sample) -> _Rows | None:
+    def _encode(self, place: tuple[str, int]) -> _Rows | None:
         """Rows of a sample, or None (counted) where it cannot be used; from memory with ``data.keep_encoded``."""
-        found = self.kept.get(id(sample))  # the mixture holds the samples, so that an id stays theirs
+        found = self.kept.get(place)
         if found is None:
-            found = self._encode_anew(sample)
+            found = self._encode_anew(self.samples.at(place))
             if found is not None and self.settings.data.keep_encoded:
-                self.kept[id(sample)] = found
+                self.kept[place] = found
         return found
 
     def _encode_anew(self, sample: Sample) -> _Rows | None:

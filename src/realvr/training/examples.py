@@ -22,6 +22,7 @@ from realvr.data.reading import Report, read
 from realvr.data.sample import Sample
 from realvr.data.wording import content_span, formatted, question_text, response_text
 from realvr.errors import UserError
+from realvr.training.ahead import made_at_once
 from realvr.training.sft_step import SftExample
 from realvr.training.task import Ranks
 
@@ -74,6 +75,11 @@ def conversation(sample: Sample, images: Sequence[Any]) -> list[Turn]:
     ]
 
 
+def all_of(samples: Mixture[Sample]) -> list[Sample]:
+    """Every sample of a mixture, once."""
+    return [sample for source in samples.sources for sample in source]
+
+
 class Encoder:
     """Samples to prompts and sequences within a token limit; counts what it rejects.
 
@@ -95,6 +101,26 @@ class Encoder:
         self.keep = keep
         self._prompts: dict[int, Prompt] = {}
         self._sequences: dict[int, SftExample] = {}
+
+    @property
+    def kept(self) -> int:
+        """How many results are in memory."""
+        return len(self._prompts) + len(self._sequences)
+
+    def encode_all(self, samples: Sequence[Sample], workers: int, sequences: bool) -> None:
+        """Fill the memory with the prompts, or the sequences, of all samples. What cannot be used is met again, and
+        counted, when it is drawn."""
+        kept: dict[int, Any] = self._sequences if sequences else self._prompts
+        make = self._laid_out if sequences else self.prompt
+        for sample, found in zip(samples, made_at_once(make, samples, workers), strict=True):
+            if found is not None:
+                kept[id(sample)] = found
+
+    def _laid_out(self, sample: Sample) -> SftExample | None:
+        found = self.sequence(sample)
+        if found is not None:
+            found.layout(self.backbone)
+        return found
 
     def prompt(self, sample: Sample) -> Prompt | None:
         """The prompt, its images scaled down where it would be too long; None (counted) where that does not help."""

@@ -29,7 +29,7 @@ from realvr.maths import answers, grpo
 from realvr.training import evidence
 from realvr.training.adapters import Adapters
 from realvr.training.evidence import NegativeBank, Prototype
-from realvr.training.examples import EMPTY_ANSWER, Encoder, answer_tokens, mixture, pad_answers, share_of_batch
+from realvr.training.examples import EMPTY_ANSWER, Encoder, all_of, answer_tokens, mixture, pad_answers, share_of_batch
 from realvr.training.rewards import correct, load_rewards, true_answer
 from realvr.training.rl_step import RlBatch, RlOptions, RlStep, options_from
 from realvr.training.sft import load_backbone
@@ -117,6 +117,8 @@ class RlTask:
         Every rank walks the same order, encodes a part of it and hears from the others which samples cannot be used, so
         that the global batch is the same whatever the number of ranks.
         """
+        if self.settings.data.workers and not self.encoder.kept:
+            self.encoder.encode_all(all_of(self.samples), self.settings.data.workers, sequences=False)
         wanted, rank, world = self.settings.optim.batch, self.ranks.rank, self.ranks.world
         share = self.share
         accepted: list[tuple[Sample, Prompt | None]] = []

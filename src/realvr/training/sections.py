@@ -68,16 +68,11 @@ class DataSettings(Section):
     seed: int = 0
     """Seed of the order of the data, apart from ``run.seed``: runs that are compared can see the same order."""
     workers: int = Field(default=0, ge=0)
-    """Processes per rank that encode examples ahead of the loop; base training only, the other stages refuse it."""
+    """Processes per rank that encode: ahead of the loop (base training) or, with ``keep_encoded``, everything at the
+    start."""
     keep_encoded: bool = False
     """Keep every encoded example in memory, pixels included, so that later epochs need not encode it again. For many
     epochs over small pictures; a picture of 1,000 visual tokens takes about 10 MB."""
-
-    @model_validator(mode="after")
-    def _one_of_two(self) -> DataSettings:
-        if self.workers and self.keep_encoded:
-            raise ValueError("workers and keep_encoded exclude each other: every worker would keep its own copy")
-        return self
 
     @field_validator("sources")
     @classmethod

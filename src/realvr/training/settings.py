@@ -90,7 +90,7 @@ class TrainSettings(Section):
     """What every training has."""
 
     encodes_ahead: ClassVar[bool] = False
-    """Whether the stage can use ``data.workers``."""
+    """Whether the stage can use ``data.workers`` without ``data.keep_encoded``."""
     model: ModelSettings
     """The model to start from."""
     data: DataSettings
@@ -106,8 +106,8 @@ class TrainSettings(Section):
 
     @model_validator(mode="after")
     def _workers_work(self) -> Self:
-        if self.data.workers and not self.encodes_ahead:
-            raise ValueError("data.workers is for base training; this stage encodes its examples itself")
+        if self.data.workers and not (self.encodes_ahead or self.data.keep_encoded):
+            raise ValueError("data.workers needs data.keep_encoded in this stage: they encode everything at the start")
         return self
 
 

@@ -15,7 +15,7 @@ from realvr.data.sample import Sample
 from realvr.data.wording import response_text, spelled_out
 from realvr.errors import UserError
 from realvr.training.adapters import Adapters
-from realvr.training.examples import Encoder, mixture, share_of_batch
+from realvr.training.examples import Encoder, all_of, mixture, share_of_batch
 from realvr.training.sft_step import SftBatch, SftExample, SftStep, pack_rows
 from realvr.training.task import Prepared, Ranks
 
@@ -65,13 +65,15 @@ class SftTask:
         )
         respond = spelled_out if settings.spell_out else response_text
         self.encoder = Encoder(backbone, settings.pack_tokens, settings.data.keep_encoded, respond)
-        samples = mixture(settings.data, ranks.rank, ranks.world)
-        self.stream = PackedStream(_Encoded(samples, self.encoder), len, settings.pack_tokens, WINDOW)
+        self.samples = mixture(settings.data, ranks.rank, ranks.world)
+        self.stream = PackedStream(_Encoded(self.samples, self.encoder), len, settings.pack_tokens, WINDOW)
         self._rows: Iterator[Any] | None = None
 
     def prepare(self, step: int) -> Prepared:
         optim = self.settings.optim
         if self._rows is None:
+            if self.settings.data.workers and not self.encoder.kept:
+                self.encoder.encode_all(all_of(self.samples), self.settings.data.workers, sequences=True)
             self._rows = iter(self.stream)
         rows = [next(self._rows).items for _ in range(self.share)]
         generator = torch.Generator().manual_seed((self.settings.run.seed * 1_000_003 + step) * 4099 + self.ranks.rank)

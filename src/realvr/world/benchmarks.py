@@ -20,7 +20,7 @@ from realvr.world.phrasing import phrase
 from realvr.world.proposals import aim, values
 from realvr.world.queries import Description, Query
 from realvr.world.questions import MAX_TRIES, Question, ask, compose, sample_question
-from realvr.world.sampling import Style, easy, full, pick, sample_scene, settle, shows
+from realvr.world.sampling import Style, clutter, easy, full, huge, pick, sample_scene, settle, shows
 from realvr.world.scene import Scene
 from realvr.world.words import REGIONS
 
@@ -98,6 +98,26 @@ def blink_item(rng: np.random.Generator, task: str, index: int, style: Style, bu
         return single(name, scene, question, f"{name}_1.png", task=task)
     makers = {"Jigsaw": puzzles.jigsaw, "Relative_Reflectance": puzzles.brightness, "IQ_Test": puzzles.pattern}
     return makers[task](rng, style, buckets, name)
+
+
+PRACTICE: tuple[str, ...] = ("mmvp", *BLINK_TASKS, "hrbench", "mme-realworld")
+"""In whose manner training questions can be asked."""
+
+
+def practice_item(
+    rng: np.random.Generator, part: str, index: int, canvas: tuple[int, int], buckets: Container[int]
+) -> Item:
+    """One question in the manner of ``part`` for a model that sees ``canvas``, on layouts of ``buckets``."""
+    width, height = canvas
+    if part == "mmvp":
+        return pick(rng, mmvp_pair(rng, index, world_style(width, height), buckets))
+    if part == "hrbench":
+        # Four times as large as what is seen of it, and visual tokens of a sixth of a side.
+        resize = Resize(width * height, min(width, height) // 6)
+        return pick(rng, hr_items(rng, index, huge(4 * width, 4 * height), buckets, resize))
+    if part == "mme-realworld":
+        return mme_item(rng, index, clutter(max(width, 128), max(height, 128)), buckets)
+    return blink_item(rng, part, index, world_style(width, height), buckets)
 
 
 HR_KINDS: dict[str, tuple[str, ...]] = {

@@ -51,7 +51,7 @@ SPLITS: dict[str, Split] = {
     "curriculum-test": Split(1, range(6, 8), "jsonl", 2_000, (48, 48), "easy scenes, any words (tag `withheld`)"),
     "dialogues": Split(2, range(8, 10), "lvr", 5_000, (48, 48), "two-turn conversations about one picture"),
     "train-boxes": Split(3, range(10, 14), "visual-cot", 10_000, (128, 128), "training questions with evidence boxes"),
-    "train-plain": Split(4, range(14, 17), "virl39k", 10_000, (128, 128), "training questions without boxes"),
+    "train-plain": Split(4, range(14, 16), "virl39k", 10_000, (128, 128), "training questions without boxes"),
     "validation": Split(5, range(18, 20), "jsonl", 1_000, (128, 128), "held-out questions with boxes"),
     "mmvp": Split(6, range(20, 23), "mmvp", 150, (128, 128), "pairs that differ in one subtle detail"),
     "blink": Split(7, range(23, 25), "blink", 697, (128, 128), "five BLINK subtasks"),
@@ -60,6 +60,7 @@ SPLITS: dict[str, Split] = {
     "mme-realworld": Split(10, range(27, 28), "mme-realworld", 500, (640, 480), "clutter, five options, E: not there"),
     "counterfactual": Split(11, range(28, 32), "jsonl", PAIRS_PER_EDIT, (128, 128), "four edits, question fixed"),
     "sequels": Split(12, range(17, 18), "jsonl", 5_000, (48, 48), "two turns, the second about another picture"),
+    "practice": Split(13, range(16, 17), "jsonl", 8_000, (48, 48), "training questions in the five benchmarks' manner"),
 }
 
 
@@ -78,7 +79,7 @@ class Recipe:
     kinds: tuple[str, ...] = ()
     """Kinds of question, where a split lets one choose; empty: the usual ones."""
     withheld: Withheld | None = None
-    """None: excluded from the curriculum and dialogues, allowed elsewhere."""
+    """None: excluded from the curriculum, dialogues, sequels and practice, allowed elsewhere."""
     resize: benchmarks.Resize = field(default_factory=benchmarks.Resize)
 
     def __post_init__(self) -> None:
@@ -95,8 +96,12 @@ class Recipe:
             raise UserError(
                 f"split {self.split} has questions of its own; kinds can be chosen for {', '.join(ANY_KIND)}"
             )
-        if self.withheld and self.split not in ANY_KIND:
-            raise UserError(f"split {self.split} uses any words; withheld can be chosen for {', '.join(ANY_KIND)}")
+        if self.withheld and self.split not in (*ANY_KIND, "practice"):
+            raise UserError(
+                f"split {self.split} uses any words; withheld can be chosen for {', '.join((*ANY_KIND, 'practice'))}"
+            )
+        if self.withheld == "only" and self.split == "practice":
+            raise UserError("split practice has puzzles, which refer to nothing by a word: withheld is any or exclude")
         style_for(*self.canvas)
 
     @property
@@ -110,7 +115,9 @@ class Recipe:
     @property
     def words(self) -> Withheld:
         """The rule for withheld words in force."""
-        return self.withheld or ("exclude" if self.split in ("curriculum", "dialogues", "sequels") else "any")
+        return self.withheld or (
+            "exclude" if self.split in ("curriculum", "dialogues", "sequels", "practice") else "any"
+        )
 
     def style(self) -> Style:
         """Look of the scenes."""
@@ -156,7 +163,40 @@ def build(recipe: Recipe, unit: Unit) -> list[Item]:
         return [_dialogue(rng, recipe, number, style)]
     if recipe.split == "sequels":
         return [_sequel(rng, recipe, number, style)]
+    if recipe.split == "practice":
+        return [_practice(rng, recipe, number)]
     return [_question(rng, recipe, number, style)]
+
+
+def _practice(rng: np.random.Generator, recipe: Recipe, number: int) -> Item:
+    """One question as a benchmark asks it, in turn, with the words that the recipe allows."""
+    part = benchmarks.PRACTICE[number % len(benchmarks.PRACTICE)]
+    for _ in range(MAX_TRIES):
+        item = benchmarks.practice_item(
+            rng, part, number // len(benchmarks.PRACTICE), recipe.canvas, recipe.info.buckets
+        )
+        if recipe.words == "any" or item.tags.get("withheld") != "yes":
+            break
+    else:
+        raise UserError(f"practice in the manner of {part} has no question with withheld words: {recipe.words}")
+    meta = dict(item.meta)
+    if len(item.views) == 1 and "withheld" in item.tags:  # a scene as others, not a puzzle
+        scene = item.views[0].scene
+        meta |= {"caption": describe.caption(scene, rng), "objects": describe.table(scene)}
+    suffix = item.views[0].name.rpartition(".")[2]
+    views = tuple(replace(view, name=f"practice/{number}-{k + 1}.{suffix}") for k, view in enumerate(item.views))
+    tags = {name: value for name, value in item.tags.items() if name in ("kind", "withheld")} | {"manner": part}
+    return replace(
+        item,
+        id=f"practice-{number}",
+        views=views,
+        task="practice",
+        category=part,
+        pair=None,
+        cycle=None,
+        tags=tags,
+        meta=meta,
+    )
 
 
 def _kinds(recipe: Recipe, style: Style) -> tuple[str, ...]:
