@@ -22,6 +22,7 @@ from realvr.data.sample import Sample
 from realvr.latent.sampling import Sampling
 from realvr.training import rewards
 from realvr.training.examples import conversation
+from realvr.world.benchmarks import Resize
 from realvr.world.questions import EASY_EXTRA_KINDS, EASY_KINDS
 from realvr.world.splits import Recipe, samples
 
@@ -29,10 +30,18 @@ KINDS = (*EASY_KINDS, *EASY_EXTRA_KINDS)
 
 
 def questions(count: int, seed: int) -> dict[str, list[Sample]]:
-    """Fresh questions: single ones with any words, and a second picture after a first exchange."""
+    """Fresh questions: single ones with any words, a second picture after a first exchange, and mini-benchmarks."""
     single = samples(Recipe("curriculum-test", seed=seed, count=count, kinds=KINDS))
     sequels = samples(Recipe("sequels", seed=seed + 1000, count=count // 4, kinds=KINDS))
-    return {"single": list(single), "second turn": list(sequels)}
+    small, seen = count // 4, Resize(48 * 48, 8)
+    benches = (
+        Recipe("mmvp", seed=seed, count=small // 2, size=(48, 48)),
+        Recipe("blink", seed=seed, count=small, size=(48, 48)),
+        Recipe("hrbench-4k", seed=seed, count=small // 4, size=(192, 192), resize=seen),
+        Recipe("mme-realworld", seed=seed, count=small, size=(128, 128)),
+    )
+    asked = {"single": list(single), "second turn": list(sequels)}
+    return asked | {f"benchmark {recipe.split}": list(samples(recipe)) for recipe in benches}
 
 
 def rows(responder: ModelResponder, asked: Iterable[Sample], latents: int, batch: int) -> list[tuple[Sample, bool]]:
@@ -54,6 +63,9 @@ def measure(path: str, latents: int, count: int, seed: int, batch: int, device: 
     groups: dict[str, list[bool]] = defaultdict(list)
     for name, asked in questions(count, seed).items():
         for sample, right in rows(responder, asked, latents, batch):
+            if name.startswith("benchmark"):
+                groups[name if "blink" not in name else f"{name} {sample.task}"].append(right)
+                continue
             withheld = "withheld words" if sample.tags.get("withheld") == "yes" else "seen words"
             groups[f"{name}: {withheld}"].append(right)
             if name == "single" and withheld == "seen words":

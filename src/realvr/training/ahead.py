@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import multiprocessing
+import os
 import pickle
 import signal
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -95,6 +97,10 @@ def made_at_once(make: Callable[[Any], Any], items: Sequence[Any], workers: int)
             _send(pipe, (None, str(error)))
         except (BrokenPipeError, ConnectionResetError):  # the loop gave up
             pass
+        except BaseException:
+            traceback.print_exc()
+        pipe.close()
+        os._exit(0)  # objects of the loop that were forked with us must not be torn down here
 
     with ExitStack() as stack:
         pipes = []

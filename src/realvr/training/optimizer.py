@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from realvr.training.sections import OptimSettings
+
+LOT = 2**26
+"""Most elements that are updated at a time: the 32-bit gradients and quotients of a lot are temporary."""
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -30,7 +34,8 @@ def build_optimizer(module: nn.Module, settings: OptimSettings) -> torch.optim.O
     low = any(parameter.dtype.itemsize < 4 for group in groups for parameter in group["params"])
     if low and settings.master_weights:
         return MasterAdamW(groups, settings.lr, settings.betas, settings.eps)
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
+    on_gpu = all(parameter.is_cuda for group in groups for parameter in group["params"])
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=on_gpu or None)
 
 
 class MasterAdamW(torch.optim.Optimizer):
@@ -49,28 +54,49 @@ class MasterAdamW(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("closures are not supported")
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
+            for count, parameters in self._alike(group["params"]):
+                self._update(parameters, count, group)
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state, wide = self.state[parameter], torch.promote_types(parameter.dtype, torch.float32)
-        if not state:
-            state["step"] = 0
-            state["master"] = parameter.detach().to(wide, copy=True)
-            state["exp_avg"] = torch.zeros_like(state["master"])
-            state["exp_avg_sq"] = torch.zeros_like(state["master"])
-        assert parameter.grad is not None
-        gradient = parameter.grad.to(wide)
-        state["step"] += 1
+    def _alike(self, parameters: list[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+        """(updates so far, parameters) for those that have a gradient, in lots that fit into little memory."""
+        lots: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if not state:
+                wide = torch.promote_types(parameter.dtype, torch.float32)
+                state["step"] = 0
+                state["master"] = parameter.detach().to(wide, copy=True)
+                state["exp_avg"] = torch.zeros_like(state["master"])
+                state["exp_avg_sq"] = torch.zeros_like(state["master"])
+            lot = lots[state["step"], parameter.device, parameter.dtype]
+            if lot and sum(each.numel() for each in lot) + parameter.numel() > LOT:
+                yield state["step"], list(lot)
+                lot.clear()
+            lot.append(parameter)
+        for (count, _, _), lot in lots.items():
+            yield count, lot
+
+    def _update(self, parameters: list[Tensor], count: int, group: dict[str, Any]) -> None:
+        """Many small tensors at a time: one at a time, a GPU would wait for Python."""
+        states = [self.state[parameter] for parameter in parameters]
+        masters, first, second = ([state[name] for state in states] for name in ("master", "exp_avg", "exp_avg_sq"))
+        gradients = [
+            p.grad.to(master.dtype) for p, master in zip(parameters, masters, strict=True) if p.grad is not None
+        ]
         (beta1, beta2), lr = group["betas"], group["lr"]
-        state["exp_avg"].lerp_(gradient, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        scale = math.sqrt(1 - beta2 ** state["step"])
-        denominator = (state["exp_avg_sq"].sqrt() / scale).add_(group["eps"])
-        state["master"].mul_(1 - lr * group["weight_decay"])
-        state["master"].addcdiv_(state["exp_avg"], denominator, value=-lr / (1 - beta1 ** state["step"]))
-        parameter.copy_(state["master"])
+        torch._foreach_lerp_(first, gradients, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, gradients, gradients, value=1 - beta2)
+        denominators = torch._foreach_sqrt(second)
+        torch._foreach_div_(denominators, math.sqrt(1 - beta2 ** (count + 1)))
+        torch._foreach_add_(denominators, group["eps"])
+        torch._foreach_mul_(masters, 1 - lr * group["weight_decay"])
+        torch._foreach_addcdiv_(masters, first, denominators, value=-lr / (1 - beta1 ** (count + 1)))
+        torch._foreach_copy_(parameters, masters)
+        for state in states:
+            state["step"] += 1
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As usual, but without torch's cast of every state to the type of its parameter: that would round it."""
