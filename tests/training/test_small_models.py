@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from realvr.backbone.backbone import Backbone
 from realvr.backbone.tiny import build
+from realvr.data.wording import readout_text
 from realvr.errors import UserError
 from realvr.latent import prefill, think
 from realvr.training.examples import conversation
-from stage_runs import configure, make, with_markers, world, write
+from stage_runs import configure, make, run, with_markers, world, write
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +70,35 @@ def test_the_first_latent_is_logged_apart(model: Path, data: Path, tmp_path: Pat
     total, count = metrics["latents/cos_first"]
     assert float(count) == len(found) > 3
     assert float(total) == pytest.approx(sum(found), abs=1e-4)
+
+
+@pytest.mark.parametrize("spell_out", [False, True])
+def test_an_answer_is_read_out_as_it_was_taught(spell_out: bool, model: Path, data: Path, tmp_path: Path) -> None:
+    """Stage 1 leaves a checkpoint that remembers how it was taught to reply; Stage 2 reads answers out in that form."""
+    optim = {"steps": 1, "batch": 2, "microbatch": 2}
+    run("sft", configure("sft", model, data, tmp_path / "sft", optim=optim, spell_out=spell_out))
+    trained = tmp_path / "sft" / "final"
+    assert Backbone.load(trained, device="cpu").spell_out is spell_out
+    raw = configure("rl", trained, data, tmp_path / "rl", optim={"steps": 1, "batch": 6, "microbatch": 6})
+    task, _, _ = make("rl", raw)
+    (batch,) = task.prepare(0).microbatches
+    known = {sample.id: sample for sample in world(12)}
+    seen = set()
+    for row, name in enumerate(batch.names):
+        sample, decode = known[name], task.backbone.tokenizer.decode
+        ids, real, content = (x[row, 0] for x in (batch.answers_BYS, batch.answers_real_BYS, batch.content_BYS))
+        words = f"{sample.answer_text}\n" if spell_out and sample.choices else ""
+        assert decode(ids[real]) == f"{words}<answer>{sample.answer}</answer>"
+        told = decode(ids[content]).replace("\n", "").replace(">", "").replace("<", "").replace("/", "")
+        assert told == f"{words.strip()}{sample.answer}", told
+        seen.add(bool(sample.choices))
+    assert seen == {True, False}
+    task.export(tmp_path / "again")
+    assert Backbone.load(tmp_path / "again", device="cpu").spell_out is spell_out
+
+
+def test_words_are_the_letter_s_option() -> None:
+    assert readout_text("B", ["a cat", "two dogs"], True) == ("two dogs\n<answer>B</answer>", [(0, 8), (17, 18)])
+    assert readout_text("B", ["a cat", "two dogs"]) == ("<answer>B</answer>", [(8, 9)])
+    assert readout_text("B", (), True) == ("<answer>B</answer>", [(8, 9)])
+    assert readout_text("a cat", ["a cat", "two dogs"], True) == ("<answer>a cat</answer>", [(8, 13)])

@@ -71,6 +71,8 @@ class Backbone:
         """K of the checkpoint: the number of latent slots it was trained with."""
         self.markers_added = markers_added
         """True when the checkpoint had no marker tokens, so that their embeddings are untrained."""
+        self.spell_out = False
+        """Whether it was taught to answer multiple choice in words before the letter; kept in its ``config.json``."""
         self.side_files: dict[str, str] = {}
         """Further files of the checkpoint, by name, that are handed on unread when it is saved."""
         self.core = self.model.model

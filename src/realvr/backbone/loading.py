@@ -64,6 +64,7 @@ def load(
     known = getattr(model.config, CONFIG_KEY, None) or {}
     chosen = latents if latents is not None else int(known.get("latents", DEFAULT_LATENTS))
     backbone = Backbone(model, tokenizer, family, processor, markers, chosen, markers_added=added)
+    backbone.spell_out = bool(known.get("spell_out", False))
     backbone.side_files = _side_files(source)
     if backbone.mrope and backbone.windowed:
         raise UserError(f"{source}: sliding-window layers together with multimodal rotary positions are not supported")
@@ -73,12 +74,17 @@ def load(
 
 
 def save(backbone: Backbone, directory: str | Path) -> Path:
-    """Write model, tokenizer and image processor as a plain HF directory; marker ids and K go into its
+    """Write model, tokenizer and image processor as a plain HF directory; marker ids, K and ``spell_out`` go into its
     ``config.json``."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     markers = backbone.markers
-    note = {"latents": backbone.latents, "markers": {"start": markers.start, "slot": markers.slot, "end": markers.end}}
+    note: dict[str, Any] = {
+        "latents": backbone.latents,
+        "markers": {"start": markers.start, "slot": markers.slot, "end": markers.end},
+    }
+    if backbone.spell_out:
+        note["spell_out"] = True
     setattr(backbone.model.config, CONFIG_KEY, note)
     backbone.model.save_pretrained(directory)
     backbone.tokenizer.save_pretrained(directory)

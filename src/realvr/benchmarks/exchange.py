@@ -224,7 +224,10 @@ class Answers:
 
     def __init__(self, backbone: Backbone, recipients: Sequence[Recipient]) -> None:
         self.backbone = backbone
-        groups = [[answer_tokens(backbone, answer) for answer in recipient.truths] for recipient in recipients]
+        groups = [
+            [answer_tokens(backbone, answer, recipient.pair.original.choices) for answer in recipient.truths]
+            for recipient in recipients
+        ]
         self.ids_BYS, self.real_BYS, self.content_BYS = (x.to(backbone.device) for x in pad_answers(groups))
 
     def scores(self, state: State, numbers: Sequence[int], **options: Any) -> list[tuple[float, float]]:

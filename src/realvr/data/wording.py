@@ -28,9 +28,24 @@ def formatted(answer: str) -> str:
     return f"<answer>{answer}</answer>"
 
 
-def content_span(answer: str) -> tuple[int, int]:
-    """Characters of ``formatted(answer)`` that are the answer itself: where ``J(y)`` looks."""
-    return len("<answer>"), len("<answer>") + len(answer)
+def worded(answer: str, choices: Sequence[str]) -> str:
+    """The option that a letter stands for, or '' where the answer is not a letter of the options."""
+    return dict(zip(LETTERS, choices, strict=False)).get(answer, "")
+
+
+def readout_text(
+    answer: str, choices: Sequence[str] = (), spell_out: bool = False
+) -> tuple[str, list[tuple[int, int]]]:
+    """``Fmt(y)`` as a reply of the model, and the characters of it that are the answer itself: where ``J(y)`` looks.
+
+    A model that was taught to answer in words before the letter is read out so: the letter alone, straight after the
+    span, is no reply of its.
+    """
+    words = worded(answer, choices) if spell_out else ""
+    before = f"{words}\n" if words else ""
+    first = len(f"{before}<answer>")
+    letter = (first, first + len(answer))
+    return f"{before}{formatted(answer)}", [(0, len(words)), letter] if words else [letter]
 
 
 def response_text(sample: Sample) -> str:

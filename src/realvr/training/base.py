@@ -143,6 +143,7 @@ class BaseTask:
         self.backbone, self.settings, self.ranks = backbone, settings, ranks
         self.share = share_of_batch(settings, ranks)
         backbone.model.requires_grad_(True)
+        backbone.spell_out = True
         self.samples: Mixture[Sample] = mixture(settings.data, ranks.rank, ranks.world)
         self.classes = [_classes(self.samples.sources, attribute) for attribute in ATTRIBUTES]
         self.module = BaseStep(backbone, settings, [len(names) for names in self.classes])

@@ -20,7 +20,7 @@ from realvr.data.mixture import Mixture
 from realvr.data.readers.base import ReadOptions
 from realvr.data.reading import Report, read
 from realvr.data.sample import Sample
-from realvr.data.wording import content_span, formatted, question_text, response_text
+from realvr.data.wording import question_text, readout_text, response_text
 from realvr.errors import UserError
 from realvr.training.ahead import made_at_once
 from realvr.training.sft_step import SftExample
@@ -203,11 +203,11 @@ def _smaller(processor: ImageProcessor, images: Sequence[ImageInput], over: int)
     return ImageProcessor(processor.family, processor.stock, None, least, budget, processor.tiles)
 
 
-def answer_tokens(backbone: Backbone, answer: str) -> tuple[list[int], list[bool]]:
+def answer_tokens(backbone: Backbone, answer: str, choices: Sequence[str] = ()) -> tuple[list[int], list[bool]]:
     """Ids of ``Fmt(y)`` and which of them are ``J(y)``: those whose characters overlap the answer itself."""
-    ids, offsets = backbone.prompts.encode_text(formatted(answer))
-    first, stop = content_span(answer)
-    return ids, [start < stop and end > first for start, end in offsets]
+    text, spans = readout_text(answer, choices, backbone.spell_out)
+    ids, offsets = backbone.prompts.encode_text(text)
+    return ids, [any(start < stop and end > first for first, stop in spans) for start, end in offsets]
 
 
 def pad_answers(groups: Sequence[Sequence[tuple[list[int], list[bool]]]]) -> tuple[Tensor, Tensor, Tensor]:

@@ -140,7 +140,7 @@ class RlTask:
 
     def _encode(self, sample: Sample) -> Prompt | None:
         truth = answers.canonical(sample.answer, sample.choices)
-        if truth is None or not any(answer_tokens(self.backbone, truth)[1]):
+        if truth is None or not any(answer_tokens(self.backbone, truth, sample.choices)[1]):
             self.encoder.rejected[EMPTY_ANSWER] += 1
             return None
         return self.encoder.prompt(sample)
@@ -221,9 +221,9 @@ class RlTask:
             (answers.parse(completion.text, sample.choices) for completion in group),
             truth,
             correct=lambda given, _: correct(given, sample),
-            has_content=lambda answer: any(answer_tokens(self.backbone, answer)[1]),
+            has_content=lambda answer: any(answer_tokens(self.backbone, answer, sample.choices)[1]),
         )
-        return [answer_tokens(self.backbone, answer) for answer in (truth, *wrong)]
+        return [answer_tokens(self.backbone, answer, sample.choices) for answer in (truth, *wrong)]
 
     def _reference(self, micro: RlBatch) -> Tensor:
         """Log-probabilities under the starting policy, at the same temperature, behind the same saved latents."""

@@ -132,7 +132,8 @@ class SftSettings(TrainSettings):
     paper; 0 is off."""
     spell_out: bool = False
     """Multiple choice: teach the answer in words before its letter, as base training does. Small models name what they
-    see before they can match it with an option. Not in the paper."""
+    see before they can match it with an option. The checkpoint remembers it: Stage 2 and latent exchange read an answer
+    out in the same form. Not in the paper."""
     gradient_checkpointing: bool = True
     """Recompute the decoder layers in the backward pass instead of keeping their activations. Exact."""
 

@@ -63,6 +63,7 @@ class SftTask:
             settings.reconstruction_reduction,
             settings.gradient_checkpointing,
         )
+        backbone.spell_out = settings.spell_out
         respond = spelled_out if settings.spell_out else response_text
         self.encoder = Encoder(backbone, settings.pack_tokens, settings.data.keep_encoded, respond)
         self.samples = mixture(settings.data, ranks.rank, ranks.world)
