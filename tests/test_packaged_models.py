@@ -119,11 +119,12 @@ def _right(name: str, latents: int, count: int) -> tuple[float, float]:
 
 
 def test_the_packaged_base_sees() -> None:
-    """Measured 92 % of 724 on its card; guessing gives about 30 %."""
+    """Measured 88 % of 439 on its card; guessing gives about 31 %."""
     right, read = _right("mini-base", 0, 120)
-    assert right > 0.84 and read > 0.97, (right, read)
+    assert right > 0.78 and read > 0.97, (right, read)
 
 
-def test_the_packaged_stage_one_model_writes_answers_after_its_span() -> None:
+def test_the_packaged_stage_one_model_answers_after_its_span() -> None:
+    """Measured 70 % on its card."""
     right, read = _right("mini", 8, 120)
-    assert right > 0.30 and read > 0.95, (right, read)
+    assert right > 0.58 and read > 0.95, (right, read)

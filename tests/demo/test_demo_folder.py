@@ -93,12 +93,19 @@ def test_steps_need_only_steps_that_exist_and_come_before(settings: DemoSettings
 
 
 def _arm(other: list[float], lift: list[float], latents: int = 8) -> dict[str, Any]:
-    return {"latents": latents, "other_latents": {"ci": other}, "donor_lift": {"ci": lift}}
+    flips = {"separate": {"rate": 0.5}}
+    return {
+        "latents": latents,
+        "other_latents": {"ci": other},
+        "donor_lift": {"ci": lift},
+        "strict_correct_flip": flips,
+    }
 
 
 def test_notes_tell_noise_from_more_than_noise() -> None:
     arms = {
-        "Direct": {"latents": 0, "other_latents": None, "donor_lift": None},
+        "Direct": _arm([0.0, 0.0], [0.0, 0.0], latents=0)
+        | {"other_latents": None, "donor_lift": None, "strict_correct_flip": {"separate": {"rate": 0.754}}},
         "LVR-RL": _arm([-1.0, 1.0], [0.0, 0.5]),
         "ReaLVR": _arm([-1.0, 1.0], [3.0, 9.0]),
     }
@@ -109,6 +116,7 @@ def test_notes_tell_noise_from_more_than_noise() -> None:
     said = "\n".join(notes(DemoSettings(), arms, differences))
     assert "within noise (the 95 % interval holds 0): ReaLVR - LVR-RL +0.5 [-1.0, +2.0]." in said
     assert "beyond the noise of these questions: ReaLVR - Direct -4.0 [-6.0, -2.0]." in said
+    assert "conversations of their own: Direct 75.4, LVR-RL 50.0, ReaLVR 50.0 %." in said
     assert "LVR-RL: neither the latents" in said and "ReaLVR: neither" not in said and "Direct: neither" not in said
     assert "mean nothing" not in said and "mean nothing" in "\n".join(notes(quick_settings(), arms, differences))
 

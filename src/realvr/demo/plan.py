@@ -38,11 +38,11 @@ class DemoSettings:
     rl_lr: float = 2e-4
     rl_prompts: int = 32
     group: int = 8
-    mmvp_pairs: int = 64
-    blink_questions: int = 125
-    hrbench_questions: int = 32
+    mmvp_pairs: int = 96
+    blink_questions: int = 200
+    hrbench_questions: int = 64
     """Each of 4K and 8K; every question is asked in four option cycles."""
-    mme_questions: int = 128
+    mme_questions: int = 192
     pairs_per_edit: int = 56
     exchange_per_edit: int = 48
     held_out: int = 256

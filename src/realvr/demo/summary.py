@@ -166,6 +166,8 @@ def notes(settings: DemoSettings, arms: Json, differences: Json) -> list[str]:
         found.append(f"Five-task mean, within noise (the 95 % interval holds 0): {'; '.join(inside)}.")
     if outside:
         found.append(f"Five-task mean, beyond the noise of these questions: {'; '.join(outside)}.")
+    apart = [f"{name} {100 * arm['strict_correct_flip']['separate']['rate']:.1f}" for name, arm in arms.items()]
+    found.append(f"Strict flip, both pictures asked in conversations of their own: {', '.join(apart)} %.")
     unused = [name for name, arm in arms.items() if arm["latents"] and not _used(arm)]
     if unused:
         found.append(
