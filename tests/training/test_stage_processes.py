@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import subprocess
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from realvr.cli import main
 from realvr.training import loop
@@ -56,6 +58,60 @@ def test_two_ranks_of_stage_two_are_one_process(trained: Path, tmp_path: Path) -
     # Two prompts per rank and no bank: one rank alone could offer one negative. The other two are the other rank's.
     assert column(two, "evidence/negatives_used") == [3.0, 3.0, 3.0]
     assert "grad_norm/evidence" in two[1] and max(column(two, "loss/evidence")) > 0
+
+
+class Rank:
+    """One rank of two, in this process: what the other one says is known beforehand."""
+
+    world, device = 2, torch.device("cpu")
+
+    def __init__(self, rank: int, said: list[list[Any]]) -> None:
+        self.rank, self.said, self.calls = rank, said, 0
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        own, other = self.said[self.rank], self.said[1 - self.rank]
+        if self.calls == len(own):
+            own.append(value)
+        self.calls += 1
+        return [own[self.calls - 1], other[self.calls - 1] if self.calls <= len(other) else value][:: 1 - 2 * self.rank]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("sft", {"pack_tokens": 256, "position_jitter": 3, "hide_image_ratio": 0.5}),
+        ("base", {"position_jitter": 3, "feature_norm_weight": 0.3}),
+    ],
+)
+def test_two_ranks_add_up_to_the_loss_of_all_their_rows(
+    kind: str, changes: dict[str, Any], trained: Path, tmp_path: Path
+) -> None:
+    """Each rank packs its own share, so one process would pack other rows: here it takes the rows of both ranks, adds
+    up their losses and makes one update by hand."""
+    data = write(world(140), tmp_path / "data")  # more than both look at when they pack
+    changes = {**changes, "model": DOUBLE, "optim": {"steps": 1, "batch": 4, "microbatch": 1}}
+    raw = configure(kind, trained, data, tmp_path / "two", **changes)
+    start(command(kind, config_file(raw, tmp_path / "two.yaml"), ranks=2))
+    found = facts(tmp_path / "two")
+    assert [fact["world"] for fact in found] == [2, 2] and found[0]["sums"] == found[1]["sums"]
+
+    (task, settings, engine), said = make(kind, raw | {"run": {"out": str(tmp_path / "one")}}), [[], []]
+    module = importlib.import_module(f"realvr.training.{kind}")
+    shares: list[Any] = []
+    for _ in range(2):  # the first time, what each rank says is only collected
+        engine.seed(settings.run.seed)
+        shares = [module.build_task(settings, Rank(rank, said)).prepare(0).microbatches for rank in range(2)]
+    names = [{name for batch in share for name in batch.names} for share in shares]
+    assert names[0] and names[1] and not names[0] & names[1]
+    engine.prepare(task.module, settings.optim)
+    for batch in shares[0] + shares[1]:
+        engine.backward(engine.forward(batch)[0])
+    norm = engine.gradient_norm(settings.optim.clip)
+    engine.step(settings.optim.lr_at(0))
+    (line,) = lines(tmp_path / "two")
+    assert line["grad_norm"] == pytest.approx(norm, rel=1e-9)
+    sums = [parameter.detach().double().sum().item() for parameter in engine.trainable()]
+    assert found[0]["sums"] == pytest.approx(sums, rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize(

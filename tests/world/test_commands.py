@@ -157,3 +157,12 @@ def test_the_world_needs_no_torch():
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": SOURCE}).returncode == 0
+
+
+def test_a_refused_recipe_leaves_the_folder_free(tmp_path: Path) -> None:
+    """The size is found to be impossible only when the first picture is drawn."""
+    out = tmp_path / "w"
+    with pytest.raises(UserError, match="no visible object fits"):
+        make(out, ("hrbench-4k",), "100", count=2, workers=1)
+    assert not (out / "hrbench-4k").exists()
+    assert make(out, ("hrbench-4k",), "100", count=2, workers=1, resize_pixels=48**2, patch=6) == 0

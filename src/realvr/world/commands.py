@@ -91,6 +91,14 @@ def _claim(folder: Path, recipe: Recipe) -> None:
     note.write_text(text, encoding="utf-8")
 
 
+def _forget(folder: Path) -> None:
+    """Take back a claim that came to nothing, so that the same folder can be used with other settings."""
+    left = list(folder.iterdir()) if folder.is_dir() else []
+    if [path.name for path in left] == ["recipe.json"]:
+        left[0].unlink()
+        folder.rmdir()
+
+
 def _counted(found: Iterator[Sample], progress: Progress, title: str, total: int | None) -> Iterator[Sample]:
     task = progress.add_task(title, total=total)
     for sample in found:
@@ -163,6 +171,9 @@ def make(
             try:
                 _claim(folder, recipe)
                 rows, files = _write(recipe, folder, format, workers, progress)
+            except UserError:
+                _forget(folder)
+                raise
             except OSError as error:
                 raise UserError(f"{folder}: cannot be written ({error.strerror or error})") from None
             table.add_row(recipe.split, f"{rows:,}", ", ".join(str(file.relative_to(out)) for file in files))
