@@ -149,11 +149,13 @@ class BaseTask:
         self.module = BaseStep(backbone, settings, [len(names) for names in self.classes])
         self.encoder = Encoder(backbone, backbone.context_length)
         self.kept: dict[tuple[str, int], _Rows] = {}
+        self.rejected = 0
         self._position: dict[str, Any] | None = None
         self._ahead: Iterator[Any] | None = None
 
     def prepare(self, step: int) -> Prepared:
         micro, unusable = next(self._steps(step))
+        self.rejected += unusable
         for batch in micro:
             batch.rows.unstack_images()
         own = {
@@ -170,7 +172,7 @@ class BaseTask:
             batch.totals = totals
             batch.to(self.backbone.device)
         world = torch.tensor(1 / self.ranks.world, device=self.backbone.device)
-        lost = torch.tensor(float(unusable), device=self.backbone.device)
+        lost = torch.tensor(float(self.rejected), device=self.backbone.device)
         return Prepared(micro, {"tokens": (tokens, world), "data/rejected_per_rank": (lost, world * self.ranks.world)})
 
     def _steps(self, step: int) -> Iterator[tuple[list[BaseBatch], int]]:
@@ -272,10 +274,11 @@ class BaseTask:
         return BaseBatch(packed, caption_M, dense, {})
 
     def state_dict(self) -> dict[str, Any]:
-        return {"samples": self._position or self.samples.state_dict()}
+        return {"samples": self._position or self.samples.state_dict(), "rejected": self.rejected}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.samples.load_state_dict(state["samples"])
+        self.rejected = state["rejected"]
         self._position, self._ahead = None, None
 
     def export(self, directory: Path) -> None:
