@@ -26,7 +26,7 @@ draw world sequels 8000 "$(share 2)" --format jsonl --kinds $kinds &
 draw world dialogues 5000 "$(share 1)" --format jsonl --kinds $kinds &
 draw stage1 train-boxes 12000 "$(share 1)" --size 48 --withheld exclude --kinds $kinds &
 draw stage1 train-plain 5000 "$(share 1)" --size 48 --withheld exclude --kinds $kinds --format jsonl &
-wait
+for job in $(jobs -p); do wait "$job"; done # one that failed stops the script
 echo "pictures: $SECONDS s"
 
 stage() { # family kind model options...

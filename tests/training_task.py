@@ -133,6 +133,9 @@ class RegressionTask:
     def export(self, directory: Path) -> None:
         save_file(self.module.net.state_dict(), directory / "model.safetensors")
 
+    def close(self) -> None:
+        pass
+
 
 def example(number: int) -> tuple[Tensor, Tensor]:
     """Inputs (4,) and target of one example."""

@@ -21,7 +21,8 @@ from helpers import tolerance
 from pair_cases import world_pairs, world_samples
 from pair_reference import content, greedy, mean_logprob, question, readout
 from realvr.backbone import Backbone
-from realvr.benchmarks.exchange import ExchangeOptions, exchange_pairs
+from realvr.benchmarks.distances import read_views
+from realvr.benchmarks.exchange import Answers, ExchangeOptions, _recipients, exchange_pairs
 from realvr.benchmarks.exchange_summary import record_key, summarise_exchange
 from realvr.benchmarks.pairs import Pair, unrelated
 from realvr.cli import main
@@ -145,6 +146,22 @@ def test_an_exchange_with_itself_is_exactly_zero(loaded: Backbone) -> None:
     assert unrelated_row["condition"] == "unrelated" and unrelated_row["margin_shift"]["mean"] != 0.0
     assert found["sham"]["equal_replies"]["rate"] == 1.0
     assert found["sham"]["largest_margin_difference"] < 1e-4
+
+
+def test_answers_are_scored_in_the_form_the_model_was_taught(loaded: Backbone) -> None:
+    pairs = changed_pairs(2)
+    taught = {}
+    for loaded.spell_out in (True, False):
+        recipients = _recipients(read_views(loaded, pairs, unrelated(pairs), K))
+        answers = Answers(loaded, recipients)
+        taught[loaded.spell_out] = [
+            [loaded.tokenizer.decode(ids[real]) for ids, real in zip(*both, strict=True)]
+            for both in zip(answers.ids_BYS, answers.real_BYS, strict=True)
+        ]
+    for recipient, spelled, letters in zip(recipients, taught[True], taught[False], strict=True):
+        options = dict(zip("ABCD", recipient.pair.original.choices, strict=False))
+        assert letters == [f"<answer>{y}</answer>" for y in recipient.truths]
+        assert spelled == [f"{options[y]}\n<answer>{y}</answer>" for y in recipient.truths]
 
 
 def test_batches_and_rows_do_not_matter(loaded: Backbone) -> None:

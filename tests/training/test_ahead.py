@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,7 @@ from realvr.backbone.tiny import build
 from realvr.errors import UserError
 from realvr.training import loop
 from realvr.training.ahead import ahead, made_at_once
-from stage_runs import configure, make, numbers, run, world, write
+from stage_runs import configure, environment, make, numbers, run, world, write
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +62,8 @@ def test_a_run_with_workers_resumes_where_the_loop_was_not_where_they_were(
     again, _, _ = make("base", settings(model, data, tmp_path / "c", data={"workers": 2}))
     again.load_state_dict(state)
     names = [name for batch in again.prepare(2).microbatches for name in batch.names]
+    task.close()
+    again.close()
     other, _, _ = make("base", settings(model, data, tmp_path / "d"))
     for step in range(2):
         other.prepare(step)
@@ -88,12 +94,59 @@ def test_a_kept_example_is_not_encoded_again(model: Path, data: Path, tmp_path: 
 def test_everything_is_encoded_at_the_start_by_the_workers(model: Path, data: Path, tmp_path: Path) -> None:
     """In other processes: this one only hears the results."""
     task, _, _ = make("base", settings(model, data, tmp_path, data={"keep_encoded": True, "workers": 2}))
-    task._encode_anew = lambda sample: (_ for _ in ()).throw(AssertionError(f"{sample.id} encoded again"))
-    with pytest.raises(RuntimeError, match="ended without a word"):
+    task._encode_anew = lambda sample: (_ for _ in ()).throw(ZeroDivisionError(sample.id))
+    with pytest.raises(RuntimeError, match="(?s)a process that encodes examples failed.*ZeroDivisionError: "):
         task.prepare(0)
     task, _, _ = make("base", settings(model, data, tmp_path, data={"keep_encoded": True, "workers": 2}))
     task.prepare(0)
+    task.close()
     assert len(task.kept) == 12
+
+
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+def test_other_stages_keep_everything_from_the_start_too(kind: str, model: Path, data: Path, tmp_path: Path) -> None:
+    start = tmp_path / "start"
+    Backbone.load(str(model), dtype="float32", latents=2).save(start)
+    raw = configure(kind, start, data, tmp_path / "run", data={"keep_encoded": True, "workers": 2})
+    task, _, _ = make(kind, raw)
+    task.prepare(0)
+    assert task.encoder.kept == 12
+
+
+def test_processes_end_with_a_loop_that_is_killed() -> None:
+    """Nobody reads what they have to say, and nobody tells them to stop."""
+    code = (
+        "import time, torch\n"
+        "from realvr.training.ahead import made_at_once\n"
+        "made = made_at_once(lambda item: torch.zeros(100_000), range(1000), 3)\n"
+        "next(made)\n"
+        "import multiprocessing\n"
+        "print(*[child.pid for child in multiprocessing.active_children()], flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment())
+    assert process.stdout is not None
+    children = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(children) == 3
+    process.kill()
+    process.communicate()
+    end = time.monotonic() + 20
+    while any(_alive(pid) for pid in children):
+        assert time.monotonic() < end, "processes were left behind"
+        time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_run_ends_its_workers(model: Path, data: Path, tmp_path: Path) -> None:
+    task, found, engine = make("base", settings(model, data, tmp_path, data={"workers": 2}))
+    assert loop.train(task, found, engine) == 0
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.parametrize("kind", ["base", "sft", "rl"])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from realvr.training import optimizer
 from realvr.training.memory import estimate, shapes
 from realvr.training.optimizer import MasterAdamW, build_optimizer, parameter_groups
 from realvr.training.sections import OptimSettings
@@ -88,3 +89,24 @@ def test_memory_estimate_is_what_the_optimizer_holds(master: bool) -> None:
 def test_shapes_looks_into_containers() -> None:
     value = {"a": [torch.zeros(2, 3), 5], "b": (torch.zeros(1, dtype=torch.bool),)}
     assert list(shapes(value, "m")) == [("m.a[0]", "float32 (2, 3)"), ("m.b[0]", "bool (1,)")]
+
+
+@pytest.mark.parametrize("lot", [1, 7, 2**26])
+def test_lots_and_missing_gradients_change_nothing(lot: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter that had no gradient for some steps has fewer updates behind it; a lot may hold a single tensor."""
+    monkeypatch.setattr(optimizer, "LOT", lot)
+    generator = torch.Generator().manual_seed(0)
+    ours = [nn.Parameter(torch.randn(n, 3, generator=generator, dtype=torch.float64)) for n in (1, 2, 5, 2)]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    options = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-8}
+    mine = MasterAdamW([{"params": ours, "weight_decay": 0.2}], **options)
+    stock = torch.optim.AdamW(theirs, weight_decay=0.2, **options)
+    for step in range(6):
+        for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            late = number == 2 and step < 3
+            a.grad = None if late else torch.randn(a.shape, generator=generator, dtype=torch.float64)
+            b.grad = None if late else a.grad.clone()
+        mine.step()
+        stock.step()
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.allclose(a, b, rtol=0, atol=1e-12)

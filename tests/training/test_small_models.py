@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from realvr.backbone.tiny import build
 from realvr.data.wording import readout_text
 from realvr.errors import UserError
 from realvr.latent import prefill, think
+from realvr.training import rl
 from realvr.training.examples import conversation
 from stage_runs import configure, make, run, with_markers, world, write
 
@@ -72,8 +74,17 @@ def test_the_first_latent_is_logged_apart(model: Path, data: Path, tmp_path: Pat
     assert float(total) == pytest.approx(sum(found), abs=1e-4)
 
 
+def _answering_d(result: Any) -> Any:
+    """The rollout with the last completion of each group replaced: an untrained model never gives a wrong answer."""
+    for group in result.completions:
+        group[-1].text = "<answer>D</answer>"
+    return result
+
+
 @pytest.mark.parametrize("spell_out", [False, True])
-def test_an_answer_is_read_out_as_it_was_taught(spell_out: bool, model: Path, data: Path, tmp_path: Path) -> None:
+def test_an_answer_is_read_out_as_it_was_taught(
+    spell_out: bool, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stage 1 leaves a checkpoint that remembers how it was taught to reply; Stage 2 reads answers out in that form."""
     optim = {"steps": 1, "batch": 2, "microbatch": 2}
     run("sft", configure("sft", model, data, tmp_path / "sft", optim=optim, spell_out=spell_out))
@@ -81,20 +92,33 @@ def test_an_answer_is_read_out_as_it_was_taught(spell_out: bool, model: Path, da
     assert Backbone.load(trained, device="cpu").spell_out is spell_out
     raw = configure("rl", trained, data, tmp_path / "rl", optim={"steps": 1, "batch": 6, "microbatch": 6})
     task, _, _ = make("rl", raw)
+    plain = rl.rollout
+    monkeypatch.setattr(rl, "rollout", lambda *args, **options: _answering_d(plain(*args, **options)))
     (batch,) = task.prepare(0).microbatches
     known = {sample.id: sample for sample in world(12)}
     seen = set()
     for row, name in enumerate(batch.names):
         sample, decode = known[name], task.backbone.tokenizer.decode
-        ids, real, content = (x[row, 0] for x in (batch.answers_BYS, batch.answers_real_BYS, batch.content_BYS))
-        words = f"{sample.answer_text}\n" if spell_out and sample.choices else ""
-        assert decode(ids[real]) == f"{words}<answer>{sample.answer}</answer>"
-        told = decode(ids[content]).replace("\n", "").replace(">", "").replace("<", "").replace("/", "")
-        assert told == f"{words.strip()}{sample.answer}", told
-        seen.add(bool(sample.choices))
-    assert seen == {True, False}
+        for y in range(batch.answers_BYS.shape[1]):
+            ids, real, content = (x[row, y] for x in (batch.answers_BYS, batch.answers_real_BYS, batch.content_BYS))
+            if not bool(real.any()):
+                continue
+            text = decode(ids[real])
+            answer = text.split("<answer>")[1].removesuffix("</answer>")
+            assert (answer == sample.answer) == (y == 0)
+            words = sample.choices["ABCDE".index(answer)] if spell_out and sample.choices else ""
+            assert text == (f"{words}\n" if words else "") + f"<answer>{answer}</answer>"
+            told = decode(ids[content]).replace("\n", "").replace(">", "").replace("<", "").replace("/", "")
+            assert told == f"{words}{answer}", told
+            seen.add((bool(sample.choices), y == 0))
+    assert len(seen) == 4
     task.export(tmp_path / "again")
     assert Backbone.load(tmp_path / "again", device="cpu").spell_out is spell_out
+
+
+def test_a_base_remembers_that_it_spells_out(model: Path, data: Path, tmp_path: Path) -> None:
+    run("base", configure("base", model, data, tmp_path / "base", optim={"batch": 2}))
+    assert Backbone.load(tmp_path / "base" / "final", device="cpu").spell_out
 
 
 def test_words_are_the_letter_s_option() -> None:

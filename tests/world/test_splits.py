@@ -159,6 +159,8 @@ def test_captions_and_tables_come_with_training_samples(everything):
         ({"split": "blink", "size": (5, 5)}, "5x5"),
         ({"split": "curriculum", "kinds": ("colour",)}, "colour"),
         ({"split": "practice", "withheld": "only"}, "puzzles"),
+        ({"split": "practice", "size": (500, 48)}, "canvas 500x48: sides up to 499"),
+        ({"split": "practice", "resize": benchmarks.Resize(48 * 48, 8)}, "hrbench only"),
     ],
 )
 def test_bad_recipes_are_named(fields, named):

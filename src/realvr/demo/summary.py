@@ -123,19 +123,22 @@ def _ends(run: Path, names: Sequence[str]) -> Json:
 
 
 def _differences(folder: Path) -> Json:
-    """ReaLVR against each other arm on the same questions: five-task mean, in points, with a paired interval."""
+    """ReaLVR against each other arm, and the others against Direct, on the same questions: five-task mean, in points,
+    with a paired interval."""
     predictions = {arm.name: list(read_predictions(folder / arm.folder / "eval" / PREDICTIONS)) for arm in ARMS}
     latents = {arm.name: arm.latents for arm in ARMS}
+    names = [arm.name for arm in ARMS]
+    pairs = [(name, "ReaLVR") for name in names if name != "ReaLVR"]
+    pairs += [("Direct", name) for name in names if name not in ("Direct", "ReaLVR")]
     found = {}
-    for arm in ARMS:
-        if arm.name != "ReaLVR":
-            both = compare(
-                predictions[arm.name],
-                predictions["ReaLVR"],
-                first_latents=latents[arm.name],
-                second_latents=latents["ReaLVR"],
-            )["five_task_mean"]
-            found[f"ReaLVR - {arm.name}"] = {"difference": both["difference"], "ci": both["difference_ci"]}
+    for first, second in pairs:
+        both = compare(
+            predictions[first],
+            predictions[second],
+            first_latents=latents[first],
+            second_latents=latents[second],
+        )["five_task_mean"]
+        found[f"{second} - {first}"] = {"difference": both["difference"], "ci": both["difference_ci"]}
     return found
 
 

@@ -9,7 +9,7 @@ import pickle
 import signal
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import Any
@@ -40,10 +40,11 @@ def _leave_interrupts_to_the_loop(worker: int) -> None:
 
 def ahead(
     make: Callable[[Any], Any], orders: Iterator[tuple[Any, Any]], workers: int = 0
-) -> Iterator[tuple[tuple[Any, Any], Any]]:
+) -> Generator[tuple[tuple[Any, Any], Any]]:
     """((note, order), make(order)) for each (note, order), in order; made by forked processes where ``workers`` > 0.
 
-    Results do not depend on the number of workers. What ``make`` returns must not lie on a GPU.
+    Results do not depend on the number of workers. What ``make`` returns must not lie on a GPU. Closing the generator
+    ends the processes.
     """
     if workers == 0:
         for note, order in orders:
@@ -87,26 +88,28 @@ def made_at_once(make: Callable[[Any], Any], items: Sequence[Any], workers: int)
     """``make(item)`` of every item, in order, by forked processes. Tensors in the results must not lie on a GPU."""
     context = multiprocessing.get_context("fork")
 
-    def work(number: int, pipe: Connection) -> None:
+    def work(number: int, pipe: Connection, theirs: list[Connection]) -> None:
+        for end in theirs:  # the loop's: open here, a write would outwait a loop that was killed
+            end.close()
         _leave_interrupts_to_the_loop(number)
         torch.set_num_threads(1)
         try:
             for item in items[number::workers]:
                 _send(pipe, (make(item), None))
-        except UserError as error:
-            _send(pipe, (None, str(error)))
         except (BrokenPipeError, ConnectionResetError):  # the loop gave up
             pass
-        except BaseException:
-            traceback.print_exc()
+        except UserError as error:
+            _send(pipe, (None, error))
+        except Exception:
+            _send(pipe, (None, RuntimeError(f"a process that encodes examples failed:\n{traceback.format_exc()}")))
         pipe.close()
         os._exit(0)  # objects of the loop that were forked with us must not be torn down here
 
     with ExitStack() as stack:
-        pipes = []
+        pipes: list[Connection] = []
         for number in range(min(workers, len(items))):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=work, args=(number, sender), daemon=True)
+            process = context.Process(target=work, args=(number, sender, [*pipes, receiver]), daemon=True)
             process.start()
             sender.close()
             stack.callback(process.join)
@@ -119,5 +122,5 @@ def made_at_once(make: Callable[[Any], Any], items: Sequence[Any], workers: int)
             except EOFError:
                 raise RuntimeError("a process that encodes examples ended without a word; was it killed?") from None
             if error is not None:
-                raise UserError(error)
+                raise error
             yield value

@@ -9,7 +9,7 @@ linear heads that are dropped at export).
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,7 +151,7 @@ class BaseTask:
         self.kept: dict[tuple[str, int], _Rows] = {}
         self.rejected = 0
         self._position: dict[str, Any] | None = None
-        self._ahead: Iterator[Any] | None = None
+        self._ahead: Generator[Any] | None = None
 
     def prepare(self, step: int) -> Prepared:
         micro, unusable = next(self._steps(step))
@@ -197,7 +197,7 @@ class BaseTask:
                 self.kept[place] = rows
 
     def _laid_out(self, place: tuple[str, int]) -> _Rows | None:
-        found = self._encode(place)
+        found = self._encode_anew(self.samples.at(place))  # in a worker, which need not keep it
         for example in found[0] if found else ():
             example.layout(self.backbone)
         return found
@@ -277,9 +277,16 @@ class BaseTask:
         return {"samples": self._position or self.samples.state_dict(), "rejected": self.rejected}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.close()
         self.samples.load_state_dict(state["samples"])
         self.rejected = state["rejected"]
-        self._position, self._ahead = None, None
+        self._position = None
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
 
     def export(self, directory: Path) -> None:
         self.backbone.save(directory)

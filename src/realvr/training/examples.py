@@ -111,23 +111,26 @@ class Encoder:
         """Fill the memory with the prompts, or the sequences, of all samples. What cannot be used is met again, and
         counted, when it is drawn."""
         kept: dict[int, Any] = self._sequences if sequences else self._prompts
-        make = self._laid_out if sequences else self.prompt
+        make = self._laid_out if sequences else self._prompt  # in workers, which need not keep anything
         for sample, found in zip(samples, made_at_once(make, samples, workers), strict=True):
             if found is not None:
                 kept[id(sample)] = found
 
     def _laid_out(self, sample: Sample) -> SftExample | None:
-        found = self.sequence(sample)
+        found = self._sequence(sample)
         if found is not None:
             found.layout(self.backbone)
         return found
 
     def prompt(self, sample: Sample) -> Prompt | None:
         """The prompt, its images scaled down where it would be too long; None (counted) where that does not help."""
-        found = self._prompts.get(id(sample)) or self._fitting(sample, lambda prompt, grids: 0)[0]
+        found = self._prompts.get(id(sample)) or self._prompt(sample)
         if self.keep and found is not None:
             self._prompts[id(sample)] = found
         return found
+
+    def _prompt(self, sample: Sample) -> Prompt | None:
+        return self._fitting(sample, lambda prompt, grids: 0)[0]
 
     def sequence(self, sample: Sample) -> SftExample | None:
         """Prompt, span over the evidence (none without boxes) and response in one sequence."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ def train(task: Task, settings: TrainSettings, engine: Engine) -> int:
     if engine.main:
         configuration.save_resolved(settings, out / "settings.yaml")
     with (
+        closing(task),
         Stopping(engine.main) as stopping,
         Tracker(out, settings.log, settings.optim.steps, progress.step, engine.main) as tracker,
     ):

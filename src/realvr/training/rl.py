@@ -309,6 +309,9 @@ class RlTask:
     def export(self, directory: Path) -> None:
         self.adapters.export(self.backbone, directory)
 
+    def close(self) -> None:
+        """Nothing goes on behind this task's back."""
+
 
 def _pack(result: Rollout) -> dict[str, Any]:
     completions = [[vars(completion) for completion in group] for group in result.completions]

@@ -72,7 +72,7 @@ class DataSettings(Section):
     start."""
     keep_encoded: bool = False
     """Keep every encoded example in memory, pixels included, so that later epochs need not encode it again. For many
-    epochs over small pictures; a picture of 1,000 visual tokens takes about 10 MB."""
+    epochs over small pictures; a picture of 1,000 visual tokens takes about 10 MB, on every rank."""
 
     @field_validator("sources")
     @classmethod

@@ -121,6 +121,9 @@ class SftTask:
     def export(self, directory: Path) -> None:
         self.adapters.export(self.backbone, directory)
 
+    def close(self) -> None:
+        """Nothing goes on behind this task's back."""
+
 
 def build_task(settings: Any, ranks: Ranks) -> SftTask:
     """Load the model that ``settings`` names and make its Stage-1 task."""

@@ -71,3 +71,7 @@ class Task(Protocol):
     def export(self, directory: Path) -> None:
         """Write the trained model as a plain HF directory."""
         ...
+
+    def close(self) -> None:
+        """End what the task has started, such as worker processes."""
+        ...

@@ -68,6 +68,10 @@ ANY_KIND = ("curriculum", "curriculum-test", "dialogues", "sequels", "train-boxe
 """Splits whose kinds of question, and rule for withheld words, can be chosen."""
 
 
+PRACTICE_SIDE = 499
+"""Longest side of practice: its HR-Bench pictures must stay below 2,000 pixels to be of the small kind."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Everything that decides a split's bytes."""
@@ -103,6 +107,13 @@ class Recipe:
         if self.withheld == "only" and self.split == "practice":
             raise UserError("split practice has puzzles, which refer to nothing by a word: withheld is any or exclude")
         style_for(*self.canvas)
+        if self.split == "practice" and max(self.canvas) > PRACTICE_SIDE:
+            raise UserError(
+                f"split practice, canvas {self.canvas[0]}x{self.canvas[1]}: sides up to {PRACTICE_SIDE} pixels, since "
+                "its HR-Bench pictures have sides four times as long"
+            )
+        if self.split == "practice" and self.resize != benchmarks.Resize():
+            raise UserError("split practice knows what a model sees from its size; resize is for hrbench only")
 
     @property
     def info(self) -> Split:
