@@ -82,7 +82,8 @@ def test_the_promised_files_are_there_and_hold_numbers(finished: tuple[Path, str
         has_span = name != "Direct"
         for key in ("without_latents", "other_latents", "donor_lift", "evidence_margin", "cos_positive"):
             assert (arm[key] is not None) == has_span
-    assert set(summary["differences"]) == {f"ReaLVR - {name}" for name in ("Direct", "Stage 1", "LVR-RL")}
+    against_direct = {"Stage 1 - Direct", "LVR-RL - Direct"}
+    assert set(summary["differences"]) == {f"ReaLVR - {x}" for x in ("Direct", "Stage 1", "LVR-RL")} | against_direct
     page = Path(stdout.strip().splitlines()[-1])
     assert page == out / "report" / "index.html" and "<html" in page.read_text()
     assert all(name in stdout for name in summary["arms"]) and "mean nothing" in stdout
