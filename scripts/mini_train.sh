@@ -19,14 +19,15 @@ draw() { # folder split count workers options...
   $PYTHON -m realvr world make "runs/mini/$out" --split "$split" --count "$count" --workers "$workers" "$@" >/dev/null
   touch "runs/mini/$out/$split/done"
 }
+jobs=()
 share() { echo $(((WORKERS * $1 + 13) / 14)); }
-draw world practice 16000 "$(share 6)" --format jsonl &
-draw world curriculum 40000 "$(share 3)" --format jsonl --kinds $kinds &
-draw world sequels 8000 "$(share 2)" --format jsonl --kinds $kinds &
-draw world dialogues 5000 "$(share 1)" --format jsonl --kinds $kinds &
-draw stage1 train-boxes 12000 "$(share 1)" --size 48 --withheld exclude --kinds $kinds &
-draw stage1 train-plain 5000 "$(share 1)" --size 48 --withheld exclude --kinds $kinds --format jsonl &
-for job in $(jobs -p); do wait "$job"; done # one that failed stops the script
+draw world practice 16000 "$(share 6)" --format jsonl & jobs+=($!)
+draw world curriculum 40000 "$(share 3)" --format jsonl --kinds $kinds & jobs+=($!)
+draw world sequels 8000 "$(share 2)" --format jsonl --kinds $kinds & jobs+=($!)
+draw world dialogues 5000 "$(share 1)" --format jsonl --kinds $kinds & jobs+=($!)
+draw stage1 train-boxes 12000 "$(share 1)" --size 48 --withheld exclude --kinds $kinds & jobs+=($!)
+draw stage1 train-plain 5000 "$(share 1)" --size 48 --withheld exclude --kinds $kinds --format jsonl & jobs+=($!)
+for job in "${jobs[@]}"; do wait "$job"; done # one that failed stops the script
 echo "pictures: $SECONDS s"
 
 stage() { # family kind model options...

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -109,8 +111,12 @@ def test_other_stages_keep_everything_from_the_start_too(kind: str, model: Path,
     Backbone.load(str(model), dtype="float32", latents=2).save(start)
     raw = configure(kind, start, data, tmp_path / "run", data={"keep_encoded": True, "workers": 2})
     task, _, _ = make(kind, raw)
+    here: list[str] = []
+    for name in ("_sequence", "_prompt"):
+        plain = getattr(task.encoder, name)
+        setattr(task.encoder, name, lambda sample, plain=plain: (here.append(sample.id), plain(sample))[1])
     task.prepare(0)
-    assert task.encoder.kept == 12
+    assert task.encoder.kept == 12 and here == []  # the processes that encoded had a list of their own
 
 
 def test_processes_end_with_a_loop_that_is_killed() -> None:
@@ -129,11 +135,14 @@ def test_processes_end_with_a_loop_that_is_killed() -> None:
     children = [int(pid) for pid in process.stdout.readline().split()]
     assert len(children) == 3
     process.kill()
-    process.communicate()
+    process.wait()
+    process.stdout.close()
     end = time.monotonic() + 20
-    while any(_alive(pid) for pid in children):
-        assert time.monotonic() < end, "processes were left behind"
+    while (left := [pid for pid in children if _alive(pid)]) and time.monotonic() < end:
         time.sleep(0.05)
+    for pid in left:  # they hold the pipes of whoever started this test
+        os.kill(pid, signal.SIGKILL)
+    assert not left, "processes were left behind"
 
 
 def _alive(pid: int) -> bool:

@@ -103,8 +103,18 @@ def test_two_ranks_add_up_to_the_loss_of_all_their_rows(
         shares = [module.build_task(settings, Rank(rank, said)).prepare(0).microbatches for rank in range(2)]
     names = [{name for batch in share for name in batch.names} for share in shares]
     assert names[0] and names[1] and not names[0] & names[1]
+    every = shares[0] + shares[1]
+    for batch in every:  # a mean over the whole step: each share is divided by the counts of both
+        if kind == "sft":
+            assert batch.tokens_total == sum(len(other.labels_M) for other in every)
+            assert batch.targets_total == sum(len(set(other.slot_example_N.tolist())) for other in every)
+        else:
+            assert batch.totals["next_token"] == sum(int((~other.caption_M).sum()) for other in every)
+            assert batch.totals["caption"] == sum(int(other.caption_M.sum()) for other in every)
+            assert batch.totals["dense"] == sum(int((other.dense_NA >= 0).sum()) for other in every)
+            assert batch.totals["visual"] == sum(len(other.dense_NA) for other in every)
     engine.prepare(task.module, settings.optim)
-    for batch in shares[0] + shares[1]:
+    for batch in every:
         engine.backward(engine.forward(batch)[0])
     norm = engine.gradient_norm(settings.optim.clip)
     engine.step(settings.optim.lr_at(0))

@@ -7,6 +7,7 @@ import binascii
 import hashlib
 import io
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +34,11 @@ def decode_base64(text: str | bytes, name: str) -> bytes:
         return base64.b64decode(raw.replace(b"\n", b"").replace(b"\r", b"").strip(), validate=True)
     except (binascii.Error, ValueError) as error:
         raise ImageError(BASE64_INVALID, f"{name}: invalid base64 ({error})") from None
+
+
+def option(answer: str, choices: Sequence[str]) -> str:
+    """The option that a letter stands for, or '' where the answer is no letter of the options."""
+    return dict(zip(LETTERS, choices, strict=False)).get(answer, "")
 
 
 @dataclass(frozen=True)
@@ -185,9 +191,7 @@ class Sample:
     @property
     def answer_text(self) -> str:
         """The answer in words: the option's text for multiple choice, else the answer itself."""
-        if self.choices and len(self.answer) == 1 and self.answer in LETTERS[: len(self.choices)]:
-            return self.choices[LETTERS.index(self.answer)]
-        return self.answer
+        return option(self.answer, self.choices) or self.answer
 
     def content(self, box_digits: int = 4) -> dict[str, Any]:
         """What the sample says, with images by content hash: equal for samples that came through different layouts.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from realvr.data.sample import LETTERS, Sample
+from realvr.data.sample import LETTERS, Sample, option
 
 LETTER_INSTRUCTION = "Answer with the letter of the option inside <answer> and </answer>."
 FREE_INSTRUCTION = "Put the final answer inside <answer> and </answer>."
@@ -28,11 +28,6 @@ def formatted(answer: str) -> str:
     return f"<answer>{answer}</answer>"
 
 
-def worded(answer: str, choices: Sequence[str]) -> str:
-    """The option that a letter stands for, or '' where the answer is not a letter of the options."""
-    return dict(zip(LETTERS, choices, strict=False)).get(answer, "")
-
-
 def readout_text(
     answer: str, choices: Sequence[str] = (), spell_out: bool = False
 ) -> tuple[str, list[tuple[int, int]]]:
@@ -41,7 +36,7 @@ def readout_text(
     A model that was taught to answer in words before the letter is read out so: the letter alone, straight after the
     span, is no reply of its.
     """
-    words = worded(answer, choices) if spell_out else ""
+    words = option(answer, choices) if spell_out else ""
     before = f"{words}\n" if words else ""
     first = len(f"{before}<answer>")
     letter = (first, first + len(answer))
@@ -58,5 +53,5 @@ def response_text(sample: Sample) -> str:
 def spelled_out(sample: Sample) -> str:
     """A reply that a small model can learn: for multiple choice the answer in words before its letter."""
     if sample.choices:
-        return f"{sample.answer_text}\n{formatted(sample.answer)}"
+        return readout_text(sample.answer, sample.choices, spell_out=True)[0]
     return response_text(sample)

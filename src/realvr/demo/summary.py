@@ -18,6 +18,7 @@ from realvr.benchmarks.comparison import compare
 from realvr.benchmarks.records import PREDICTIONS, read_predictions
 from realvr.demo import plan
 from realvr.demo.plan import ARMS, Arm, DemoSettings, Step
+from realvr.files import read_json
 
 Json = dict[str, Any]
 VERSION = 1
@@ -53,7 +54,10 @@ def index(summary: Json) -> Json:
 
 def _arm(folder: Path, arm: Arm) -> Json:
     home = folder / arm.folder
-    scores, pairs = _read(home / "eval" / "summary.json"), _read(home / "counterfactual" / "counterfactual.json")
+    scores, pairs = (
+        read_json(home / "eval" / "summary.json"),
+        read_json(home / "counterfactual" / "counterfactual.json"),
+    )
     five = scores["five_task_mean"]
     found: Json = {
         "model": arm.model,
@@ -84,7 +88,7 @@ def _exchange(home: Path) -> Json:
     path = home / "exchange" / "exchange.json"
     if not path.is_file():
         return {"donor_lift": None, "unrelated_lift": None, "margin_shift": None}
-    rows = {(row["condition"], row["selector"]): row for row in _read(path)["rows"] if row["selector"] == "full"}
+    rows = {(row["condition"], row["selector"]): row for row in read_json(path)["rows"] if row["selector"] == "full"}
     swap, unrelated = rows["swap", "full"], rows.get(("unrelated", "full"))
     return {
         "donor_lift": _mean(swap["donor_lift"]),
@@ -97,7 +101,7 @@ def _grounding(home: Path) -> Json:
     path = home / "grounding" / "grounding.json"
     if not path.is_file():
         return {"evidence_margin": None, "cos_positive": None, "oracle_margin": None}
-    found = _read(path)
+    found = read_json(path)
     return {
         "evidence_margin": _mean(found["margin"]),
         "cos_positive": _mean(found["cos_positive"]),
@@ -140,10 +144,6 @@ def _differences(folder: Path) -> Json:
         )["five_task_mean"]
         found[f"{second} - {first}"] = {"difference": both["difference"], "ci": both["difference_ci"]}
     return found
-
-
-def _read(path: Path) -> Json:
-    return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 # ---------------------------------------------------------------------- in words
@@ -207,7 +207,7 @@ def headline(folder: Path, step: Step) -> str:
         ends = found.get(name)
         return f"{name} {ends['first']:.2f} → {ends['last']:.2f} in {found['steps']} steps" if ends else ""
     if step.kind == "eval" and step.arm is not None:
-        five = _read(folder / step.arm.folder / "eval" / "summary.json")["five_task_mean"]["own"]
+        five = read_json(folder / step.arm.folder / "eval" / "summary.json")["five_task_mean"]["own"]
         return f"mean {five['mean']:.1f} %"
     return ""
 

@@ -100,7 +100,7 @@ def made_at_once(make: Callable[[Any], Any], items: Sequence[Any], workers: int)
             pass
         except UserError as error:
             _send(pipe, (None, error))
-        except Exception:
+        except Exception:  # whatever it is, the loop has to hear of it
             _send(pipe, (None, RuntimeError(f"a process that encodes examples failed:\n{traceback.format_exc()}")))
         pipe.close()
         os._exit(0)  # objects of the loop that were forked with us must not be torn down here

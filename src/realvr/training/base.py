@@ -172,8 +172,8 @@ class BaseTask:
             batch.totals = totals
             batch.to(self.backbone.device)
         world = torch.tensor(1 / self.ranks.world, device=self.backbone.device)
-        lost = torch.tensor(float(self.rejected), device=self.backbone.device)
-        return Prepared(micro, {"tokens": (tokens, world), "data/rejected_per_rank": (lost, world * self.ranks.world)})
+        rejected, one = torch.tensor([float(self.rejected), 1.0], device=self.backbone.device)
+        return Prepared(micro, {"tokens": (tokens, world), "data/rejected_per_rank": (rejected, one)})
 
     def _steps(self, step: int) -> Iterator[tuple[list[BaseBatch], int]]:
         """Microbatches of ``step`` and the following ones; worker processes make them ahead of time."""
