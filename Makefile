@@ -30,7 +30,7 @@ browser:
 test: $(STAMP) browser
 	$(BIN)/python -m pytest -n auto -q
 
-test-slow: $(STAMP)
+test-slow: $(STAMP) browser
 	$(BIN)/python -m pytest -n auto -q -m slow
 
 lint: $(STAMP)

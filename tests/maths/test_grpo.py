@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import trl_oracle
+from optional import need_package
 from realvr.maths import grpo
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "trl_grpo.json").read_text())
@@ -318,19 +319,16 @@ def test_advantages_equal_the_recorded_ones_of_trl(scale: bool) -> None:
     torch.testing.assert_close(got, torch.tensor(recorded["scaled" if scale else "unscaled"]))
 
 
-WITHOUT_TRL = f"TRL {trl_oracle.VERSION} is an optional oracle; its recorded numbers are compared either way"
-
-
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", trl_oracle.CASES)
 def test_loss_equals_that_of_trl(name: str, reduction: grpo.Reduction) -> None:
-    pytest.importorskip("trl", reason=WITHOUT_TRL)
+    need_package("trl")
     case = trl_oracle.tensors(name)
     compare(case, reduction, trl_oracle.loss(case, reduction))
 
 
 @pytest.mark.parametrize("scale", [True, False])
 def test_advantages_equal_those_of_trl(scale: bool) -> None:
-    pytest.importorskip("trl", reason=WITHOUT_TRL)
+    need_package("trl")
     got = grpo.advantages(torch.tensor(trl_oracle.REWARDS), scale=scale)
     torch.testing.assert_close(got, torch.tensor(trl_oracle.advantages(scale)))

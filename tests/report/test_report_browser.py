@@ -12,10 +12,14 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from chromium import Page, chromium
+from chromium import Page
+from optional import need_browser
 from report_cases import ARMS
 
-pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium on this machine; `make browser` installs it")
+
+@pytest.fixture(autouse=True)
+def _browser() -> None:
+    need_browser()
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from optional import need_package
 from realvr.data.sample import Sample, Source
 from realvr.errors import UserError
 from realvr.training import rewards
@@ -154,7 +155,7 @@ def test_values_are_floats() -> None:
     ],
 )
 def test_symbolic_answers(given: str, truth: str, right: bool) -> None:
-    pytest.importorskip("math_verify", reason="symbolic comparison needs math-verify")
+    need_package("math_verify")
     assert rewards.correct(given, free(truth)) is right
     assert rewards.accuracy(f"<answer>{given}</answer>", free(truth)) == float(right)
 
