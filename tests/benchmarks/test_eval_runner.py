@@ -67,6 +67,7 @@ def test_a_constant_scores_what_plain_counting_says(finished: Path, benches: lis
     for row in found:
         item = truth[row["bench"], row["question"]]
         assert (row["answer"], row["choices"], row["task"]) == (item.answer, item.choices, item.task)
+        assert row["question_text"] == item.question != ""
         assert row["correct"] == (item.answer == "A") and row["extracted"] == "A" and row["error"] is None
         right[row["bench"]].append(item.answer == "A")
     summary = json.loads((finished / "summary.json").read_text())["benches"]

@@ -102,11 +102,33 @@ def test_shards_torn_lines_and_conditions(tmp_path: Path, capsys: pytest.Capture
 
 def test_score_again_under_another_policy(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", 6)
-    assert main(["score", str(folder), "--policy", "vlmevalkit"]) == 0
-    entry = summary(folder)["benches"]["mmvp"]
-    assert (entry["headline"], entry["coverage"], entry["policy"]) == (0.0, 0.0, "vlmevalkit")
     assert main(["score", str(folder)]) == 0
+    own = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert main(["score", str(folder), "--policy", "vlmevalkit"]) == 0
+    named = {f"summary.vlmevalkit.{kind}" for kind in ("json", "md", "csv")}
+    assert {path.name for path in folder.iterdir()} == own.keys() | named
+    assert all((folder / name).read_bytes() == content for name, content in own.items())
+    entry = json.loads((folder / "summary.vlmevalkit.json").read_text())["benches"]["mmvp"]
+    assert (entry["headline"], entry["coverage"], entry["policy"]) == (0.0, 0.0, "vlmevalkit")
     assert summary(folder)["benches"]["mmvp"]["headline"] == 60.0
+    assert main(["score", str(folder), "--policy", "lvr"]) == 0  # a third one leaves both alone
+    assert (
+        summary(folder)["benches"]["mmvp"]["policy"] == "strict"
+        and entry == (json.loads((folder / "summary.vlmevalkit.json").read_text())["benches"]["mmvp"])
+    )
+    assert main(["score", str(folder), "--policy", "strict"]) == 0  # the run's own policy by its name
+    assert not (folder / "summary.strict.json").exists() and summary(folder)["benches"]["mmvp"]["headline"] == 60.0
+
+
+def test_checkpoints_scored_under_another_policy_keep_their_mean(tmp_path: Path) -> None:
+    for name, right in (("seed0", 4), ("seed1", 6)):
+        run(tmp_path / "all" / name, right)
+    assert main(["score", str(tmp_path / "all")]) == 0
+    assert main(["score", str(tmp_path / "all"), "--policy", "vlmevalkit"]) == 0
+    assert summary(tmp_path / "all")["benches"]["mmvp"]["mean"] == 50.0
+    other = json.loads((tmp_path / "all" / "summary.vlmevalkit.json").read_text())
+    assert other["benches"]["mmvp"]["mean"] == 0.0
+    assert summary(tmp_path / "all" / "seed1")["benches"]["mmvp"]["headline"] == 60.0
 
 
 def test_several_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,11 +139,20 @@ def test_differences_are_read_under_the_policy_of_the_scores(results: Path, tmp_
     for name in ("lvr-rl", "realvr"):
         shutil.copytree(results / "eval" / name, root / name)
         assert main(["score", str(root / name), "--policy", "vlmevalkit"]) == 0  # reads no letter inside the tags
-    assert main(["report", str(root), "--out", str(tmp_path / "out"), "--baseline", "lvr-rl"]) == 0
+    arguments = ["report", str(root), "--out", str(tmp_path / "out"), "--baseline", "lvr-rl"]
+    assert main([*arguments, "--policy", "vlmevalkit"]) == 0
     tree = read(tmp_path / "out/index.html")
     assert [plain(row[1]) for row in tree.table("Benchmark scores, %")[1:]] == [0.0, 0.0]
     (row,) = tree.table("Difference from lvr-rl")[1:]
     assert plain(row[1]) == 0.0
+    assert main(arguments) == 0  # the run's own policy, and a word about the other
+    tree = read(tmp_path / "out/index.html")
+    assert all(plain(row[1]) > 0 for row in tree.table("Benchmark scores, %")[1:])
+    assert "Also scored under vlmevalkit: lvr-rl, realvr." in tree.text()
+    capsys.readouterr()
+    assert main([*arguments, "--policy", "lvr"]) == 2
+    said = capsys.readouterr().err
+    assert "only evaluations without a summary under lvr" in said and "--policy lvr" in said
 
 
 def test_published_numbers_are_set_apart_and_marked(tree: Element) -> None:

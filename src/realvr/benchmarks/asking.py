@@ -143,6 +143,7 @@ def prediction(
         latents=latents,
         seed=seed,
         answer=sample.answer,
+        question_text=sample.question,
         text=reply.text,
         extracted=extracted,
         policy=policy,

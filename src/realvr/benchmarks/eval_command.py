@@ -377,6 +377,7 @@ def report(summaries: dict[str, dict[str, Any]], out: Path) -> None:
     """Print the tables; for several checkpoints also write mean ± std."""
     from realvr.benchmarks import tables
     from realvr.benchmarks.scoring import aggregate
+    from realvr.benchmarks.summary_files import write_summary
 
     console = tables.wide_console()
     for name, summary in summaries.items():
@@ -385,7 +386,7 @@ def report(summaries: dict[str, dict[str, Any]], out: Path) -> None:
         console.print(tables.console(summary))
     if len(summaries) > 1:
         together = aggregate(summaries)
-        tables.write_summary(out, together)
+        write_summary(out, together)
         console.print(tables.console(together))
     print(out / "summary.md")
 

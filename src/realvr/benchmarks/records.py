@@ -15,9 +15,9 @@ from typing import Any, Literal
 from realvr.errors import UserError
 
 PREDICTIONS = "predictions.jsonl"
-Condition = Literal["own", "mean", "other"]
-"""Whose latents filled the span: the model's own (K = 0: no span at all), the mean over the set at each position, or
-those of another example of the set."""
+Condition = Literal["own", "mean", "other", "noise"]
+"""What filled the span: the model's own latents (K = 0: no span at all), the mean over the set at each position, the
+latents of another example of the set, or noise with the norms of the own latents."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Prediction:
     seed: int
     answer: str
     """The right answer: a letter where there are choices."""
+    question_text: str = ""
+    """The question itself, as the data words it; the options are in ``choices``."""
     text: str = ""
     """What the model wrote, whole."""
     extracted: str | None = None

@@ -28,7 +28,7 @@ from realvr.benchmarks.records import Condition, Prediction
 from realvr.benchmarks.responder import Plan, Reply, Responder
 from realvr.benchmarks.score_command import summarise_run
 from realvr.benchmarks.store import Key, Lock, Store, merge
-from realvr.benchmarks.tables import write_summary
+from realvr.benchmarks.summary_files import write_summary
 from realvr.data.sample import Sample
 from realvr.errors import UserError
 

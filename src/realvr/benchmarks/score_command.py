@@ -14,6 +14,7 @@ from realvr.benchmarks.comparison import compare as compare_runs
 from realvr.benchmarks.published import benchmark_row
 from realvr.benchmarks.records import PREDICTIONS, Prediction, read_predictions
 from realvr.benchmarks.scoring import aggregate, summarise
+from realvr.benchmarks.summary_files import write_summary
 from realvr.errors import UserError
 
 RECORD = "eval.json"
@@ -31,8 +32,9 @@ def score(
 ) -> int:
     """Score a finished or interrupted evaluation again, from its predictions alone.
 
-    Writes summary.json, summary.md and summary.csv into DIR. A folder whose subfolders hold predictions, one per
-    checkpoint, gets a summary in each and their mean and standard deviation in its own.
+    Writes summary.json, summary.md and summary.csv into DIR; under another policy than the run's own
+    summary.POLICY.json, .md and .csv beside them. A folder whose subfolders hold predictions, one per checkpoint, gets
+    a summary in each and their mean and standard deviation in its own.
 
     Examples:
       realvr score runs/eval
@@ -55,17 +57,17 @@ def score(
     summaries = {}
     for run in runs:
         summaries[run.name] = summarise_run(run, latents=latents, policy=policy, resamples=resamples, seed=seed)
-        tables.write_summary(run, summaries[run.name], row)
-    if runs == [root]:
-        summary = summaries[root.name]
-    else:
+        apart = "" if policy in (None, own_policy(run)) else str(policy)
+        written = write_summary(run, summaries[run.name], row, apart)
+    summary = summaries[runs[0].name]
+    if runs != [root]:
         summary = aggregate(summaries)
-        tables.write_summary(root, summary, row)
+        written = write_summary(root, summary, row, apart)
     if json:
         print(json_module.dumps(summary, ensure_ascii=False))
     else:
         tables.wide_console().print(tables.console(summary, row))
-        print(f"wrote {root}/summary.json, summary.md and summary.csv")
+        print(f"wrote {', '.join(map(str, written))}")
     return 0
 
 
@@ -136,6 +138,12 @@ def predictions_of(run: Path) -> Iterator[Prediction]:
         raise UserError(f"{run}: no {PREDICTIONS} in it; give the folder of one evaluation")
     for file in files:
         yield from read_predictions(file)
+
+
+def own_policy(run: Path) -> str | None:
+    """The policy that the answers of a run were read under when they came; None where there are several."""
+    found = {row.policy for row in predictions_of(run)}
+    return found.pop() if len(found) == 1 else None
 
 
 def record_of(run: Path) -> dict[str, Any]:

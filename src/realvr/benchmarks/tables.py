@@ -1,4 +1,4 @@
-"""Summaries as tables: on the console, in Markdown, as CSV. Every number has its policy and its interval beside it.
+"""Summaries as tables, on the console and in Markdown. Every number has its policy and its interval beside it.
 
 Takes what `scoring.summarise` or `scoring.aggregate` returns; a row of the paper may be set beside it, headed as what
 it is: published, not measured.
@@ -6,13 +6,9 @@ it is: published, not measured.
 
 from __future__ import annotations
 
-import csv as csv_module
-import io
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from realvr.benchmarks.published import Row
@@ -32,9 +28,6 @@ NAMES = {
     "mme-realworld-lite": "MME-RealWorld-Lite",
 }
 CONDITIONS = {"none": "no span", "mean": "mean latents", "other": "other's latents"}
-_COUNTS = ("n", "replies", "coverage", "parse_failures", "errors", "mean_new_tokens", "status")
-_PAIRED = ("difference", "difference_low", "difference_high", "common", "only_first", "only_second", "p")
-_CSV = ("benchmark", "condition", "latents", "metric", "policy", "score", "low", "high", "std", *_COUNTS, *_PAIRED)
 
 
 @dataclass(frozen=True)
@@ -135,19 +128,6 @@ def markdown(summary: Mapping[str, Any], beside: Row | None = None) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def csv(summary: Mapping[str, Any], beside: Row | None = None) -> str:
-    """One line per benchmark, condition and K, unrounded."""
-    target = io.StringIO()
-    writer = csv_module.DictWriter(target, _CSV, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(_aggregate_lines(summary) if "checkpoints" in summary else _lines(summary))
-    if beside:
-        for name, (mean, std) in beside.values.items():
-            line = {"benchmark": name, "condition": PUBLISHED, "metric": f"{beside.method}, {beside.table}"}
-            writer.writerow({**line, "score": mean, "std": std})
-    return target.getvalue()
-
-
 def notes(summary: Mapping[str, Any]) -> list[str]:
     """What a reader of the tables has to know."""
     found = []
@@ -169,23 +149,6 @@ def notes(summary: Mapping[str, Any]) -> list[str]:
     for name in summary.get("without_own_latents", []):
         found.append(f"{NAMES.get(name, name)} has no predictions with the model's own latents and is not scored.")
     return found
-
-
-def write_summary(directory: str | Path, summary: Mapping[str, Any], beside: Row | None = None) -> list[Path]:
-    """``summary.json``, ``summary.md`` and ``summary.csv``, each replaced as a whole."""
-    directory = Path(directory)
-    texts = {
-        "summary.json": json.dumps(summary, indent=2, ensure_ascii=False) + "\n",
-        "summary.md": markdown(summary, beside),
-        "summary.csv": csv(summary, beside),
-    }
-    written = []
-    for name, text in texts.items():
-        partial = directory / f".{name}.{os.getpid()}"
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, directory / name)
-        written.append(directory / name)
-    return written
 
 
 def _number(value: float | None, sign: bool = False) -> str:
@@ -360,38 +323,3 @@ def _aggregate(summary: Mapping[str, Any], beside: Row | None, narrow: bool) -> 
         rows.append(row + ([_published_cell(beside, "average")] if beside else []))
     title = f"Mean over {len(summary['checkpoints'])} checkpoints, %"
     return Table(title, [header[n] for n in kept], [[row[n] for n in kept] for row in rows])
-
-
-def _lines(summary: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for name, entry in summary["benches"].items():
-        yield _line(name, "own", entry["latents"], entry, entry["metric"])
-        for condition, cell in entry["ablation"].items():
-            yield _line(name, condition, 0 if condition == "none" else entry["latents"], cell, entry["metric"])
-        for k, cell in entry.get("sweep", {}).items():
-            if int(k) not in (0, entry["latents"]):
-                yield _line(name, "own", int(k), cell, entry["metric"])
-    for condition, cell in summary.get("five_task_mean", {}).items():
-        latents = 0 if condition == "none" else summary["trained_latents"]
-        yield _line("five-task mean", condition, latents, {**cell, "headline": cell["mean"]}, "mean of the five")
-
-
-def _line(bench: str, condition: str, latents: int, cell: Mapping[str, Any], metric: str) -> dict[str, Any]:
-    low, high = cell["ci"]
-    line = {"benchmark": bench, "condition": condition, "latents": latents, "metric": metric, "low": low, "high": high}
-    line |= {"score": cell["headline"], **{name: cell.get(name) for name in ("policy", "std", *_COUNTS, *_PAIRED)}}
-    if "difference_ci" in cell:
-        line["difference_low"], line["difference_high"] = cell["difference_ci"]
-    return line
-
-
-def _aggregate_lines(summary: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for name, entry in summary["benches"].items():
-        for condition, cell in {"own": entry, **entry["ablation"]}.items():
-            yield _aggregate_line(name, condition, cell) | {"metric": entry["metric"], "policy": entry["policy"]}
-    for condition, cell in summary.get("five_task_mean", {}).items():
-        yield _aggregate_line("five-task mean", condition, cell) | {"metric": "mean of the five"}
-
-
-def _aggregate_line(bench: str, condition: str, cell: Mapping[str, Any]) -> dict[str, Any]:
-    line = {"benchmark": bench, "condition": condition, "score": cell["mean"], "std": cell["std"], "n": cell["n"]}
-    return line | ({"difference": cell["difference"]["mean"]} if "difference" in cell else {})

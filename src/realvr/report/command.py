@@ -17,6 +17,7 @@ def report(
     out: Path,
     title: str = "realvr report",
     baseline: str | None = None,
+    policy: str | None = None,
 ) -> int:
     """Write a page with tables and figures from saved results; no model is run.
 
@@ -27,16 +28,18 @@ def report(
     Examples:
       realvr report runs/demo --out runs/demo/report
       realvr report runs/rl runs/eval runs/pairs --out runs/report --baseline rl
+      realvr report runs/eval --policy vlmevalkit --out runs/report-vlmevalkit
 
     Args:
         runs: Folders with results.
         out: Folder for index.html and data.json.
         title: Heading of the page.
         baseline: Name of the arm that the others are compared with; by default LVR-RL, else the first.
+        policy: Scores under this policy, as realvr score --policy wrote them; by default each run's own.
     """
     if not runs:
         raise UserError("no run named: realvr report RUN… --out DIR")
     from realvr.report.page import build
 
-    print(build(runs, out, title=title, baseline=baseline))
+    print(build(runs, out, title=title, baseline=baseline, policy=policy))
     return 0

@@ -10,13 +10,15 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from realvr.benchmarks.extract import POLICIES
+from realvr.benchmarks.summary_files import SUMMARY, other_policies, summary_path
 from realvr.errors import UserError
 from realvr.files import read_json
 from realvr.report.results import KINDS, Arm, Json, Kind, Result, Results, read_settings, read_steps
 
 FILES = {
     "metrics.jsonl": "training runs",
-    "summary.json": "evaluations",
+    f"{SUMMARY}.json": "evaluations",
     "counterfactual.json": "counterfactual pairs",
     "exchange.json": "latent exchange",
     "grounding.json": "latents against evidence",
@@ -26,8 +28,10 @@ _GENERIC = {"train", "training", "eval", "evaluation", "counterfactual", "pairs"
 """Folder names that say what was done and not to which model."""
 
 
-def find(roots: Sequence[Path]) -> Results:
-    """Results below ``roots``, arms in display order."""
+def find(roots: Sequence[Path], policy: str | None = None) -> Results:
+    """Results below ``roots``, arms in display order; scores under ``policy``, by default each run's own."""
+    if policy is not None and policy not in POLICIES:
+        raise UserError(f"'{policy}' is not an extraction policy; there are {', '.join(POLICIES)}")
     results, arms, notes, demo = Results([]), [], [], False
     found: dict[Path, list[tuple[Result, str]]] = {}
     for root in roots:
@@ -36,7 +40,7 @@ def find(roots: Sequence[Path]) -> Results:
         for folder in _folders(root):
             if folder not in found:
                 name = _name(folder, root)
-                found[folder] = [(one, name) for one in _read(folder, results.unfinished)]
+                found[folder] = [(one, name) for one in _read(folder, results.unfinished, policy)]
             if (folder / "demo.json").is_file():
                 named, said = _demo(folder)
                 arms += named
@@ -44,7 +48,7 @@ def find(roots: Sequence[Path]) -> Results:
                 demo = True
     rest = _take(arms, found)
     if not arms and not rest:
-        raise UserError(_nothing(roots, results.unfinished))
+        raise UserError(_nothing(roots, results.unfinished, policy))
     for arm in _group(rest):
         arm.main = not demo
         arms.append(arm)
@@ -52,7 +56,7 @@ def find(roots: Sequence[Path]) -> Results:
     for number, arm in enumerate(arms):
         arm.number = number
     _rename(arms)
-    results.arms, results.notes, results.demo = arms, notes, demo
+    results.arms, results.notes, results.demo, results.policy = arms, notes, demo, policy
     return results
 
 
@@ -71,7 +75,7 @@ def _name(folder: Path, root: Path) -> str:
     return "/".join(parts) or root.name or "results"
 
 
-def _read(folder: Path, unfinished: list[Path]) -> list[Result]:
+def _read(folder: Path, unfinished: list[Path], policy: str | None) -> list[Result]:
     """What is in one folder, without its subfolders."""
     made = []
 
@@ -82,11 +86,12 @@ def _read(folder: Path, unfinished: list[Path]) -> list[Result]:
         steps = read_steps(folder / "metrics.jsonl")
         if steps:
             add("train", {"steps": steps}, "metrics.jsonl", "settings.yaml")
-    if (folder / "summary.json").is_file():
-        summary = read_json(folder / "summary.json")
+    scored = _summary_file(folder, policy)
+    if scored is not None:
+        summary = read_json(scored)
         if "arms" not in summary:  # the demo's own overview repeats numbers that are read where they were made
-            _expect(folder / "summary.json", summary, "benches", "realvr score")
-            add("eval", summary, "summary.json", "eval.json")
+            _expect(scored, summary, "benches", "realvr score")
+            add("eval", summary, scored.name, "eval.json")
     elif (folder / "eval.json").is_file() or any(folder.glob("predictions*.jsonl")):
         unfinished.append(folder)
     for kind, key in (("counterfactual", "protocols"), ("exchange", "rows"), ("grounding", "cos_positive")):
@@ -96,6 +101,21 @@ def _read(folder: Path, unfinished: list[Path]) -> list[Result]:
             _expect(file, content, key, "realvr demo" if kind == "grounding" else f"realvr {kind}")
             add(kind, content, file.name, f"{kind}_settings.json")  # type: ignore[arg-type]
     return made
+
+
+def _summary_file(folder: Path, policy: str | None) -> Path | None:
+    """The summary under a policy; without one the run's own, else the only one there is."""
+    own = summary_path(folder)
+    if policy is None:
+        others = other_policies(folder)
+        return own if own.is_file() else summary_path(folder, others[0]) if len(others) == 1 else None
+    named = summary_path(folder, policy)
+    if named.is_file() or not own.is_file():
+        return named if named.is_file() else None
+    content = read_json(own)
+    benches = content.get("benches") or {}
+    read = {entry.get("policy") for entry in benches.values() if isinstance(entry, dict)}
+    return own if "arms" in content or read == {policy} else None
 
 
 def _expect(file: Path, content: Json, key: str, command: str) -> None:
@@ -180,9 +200,10 @@ def _rename(arms: Sequence[Arm]) -> None:
             arm.name = f"{arm.name} ({seen[arm.name]})"
 
 
-def _nothing(roots: Sequence[Path], unfinished: Sequence[Path]) -> str:
+def _nothing(roots: Sequence[Path], unfinished: Sequence[Path], policy: str | None) -> str:
     where = ", ".join(str(root) for root in roots)
     if unfinished:
-        return f"{where}: only evaluations without a summary; write it with realvr score {unfinished[0]}"
+        under, again = (f" under {policy}", f" --policy {policy}") if policy else ("", "")
+        return f"{where}: only evaluations without a summary{under}; write it with realvr score {unfinished[0]}{again}"
     looked = ", ".join(f"{file} ({what})" for file, what in FILES.items())
     return f"{where}: no results in it or below it; looked for {looked}"

@@ -9,6 +9,7 @@ from realvr.benchmarks.comparison import compare
 from realvr.benchmarks.extract import POLICIES
 from realvr.benchmarks.score_command import predictions_of
 from realvr.benchmarks.scoring import ABLATIONS
+from realvr.benchmarks.summary_files import other_policies, summary_path
 from realvr.report.charts import Bar, forest
 from realvr.report.parts import (
     DASH,
@@ -36,8 +37,12 @@ def overview(results: Results, baseline: Arm | None) -> Section:
     section = Section("overview", "Overview")
     section.parts += [Text(text) for text in _what_this_is(results)]
     section.parts += [Text(note, "warning") for note in results.notes]
+    under = (f" under {results.policy}", f" --policy {results.policy}") if results.policy else ("", "")
     for folder in results.unfinished:
-        section.parts.append(Text(f"{folder} has predictions but no summary and is left out: realvr score writes it."))
+        section.parts.append(
+            Text(f"{folder} has predictions but no summary{under[0]} and is left out; realvr score{under[1]} writes it")
+        )
+    section.parts += [Text(text) for text in _other_policies(results)]
     main = [arm for arm in results.arms if arm.main]
     scored = [arm for arm in main if arm.get("eval")]
     if scored:
@@ -49,6 +54,20 @@ def overview(results: Results, baseline: Arm | None) -> Section:
     if baseline is not None and (table := _against(scored, baseline)):
         section.parts.append(table)
     return section
+
+
+def _other_policies(results: Results) -> list[str]:
+    """Where the same answers have also been scored under another policy."""
+    found: dict[str, list[str]] = {}
+    for arm in results.having("eval"):
+        result = arm.results["eval"]
+        for policy in other_policies(result.folder):
+            if summary_path(result.folder, policy) != result.file:
+                found.setdefault(policy, []).append(arm.name)
+    return [
+        f"Also scored under {policy}: {', '.join(arms)}. realvr report --policy {policy} shows those scores."
+        for policy, arms in found.items()
+    ]
 
 
 def _what_this_is(results: Results) -> list[str]:

@@ -25,9 +25,16 @@ from realvr.report.scores import ablation, benchmarks, sweep
 from realvr.report.training import training
 
 
-def build(runs: Sequence[Path], out: Path, *, title: str = "realvr report", baseline: str | None = None) -> Path:
+def build(
+    runs: Sequence[Path],
+    out: Path,
+    *,
+    title: str = "realvr report",
+    baseline: str | None = None,
+    policy: str | None = None,
+) -> Path:
     """Write ``out/index.html`` and ``out/data.json`` from the results below ``runs``; returns the page's path."""
-    results = find(runs)
+    results = find(runs, policy)
     sections = make_sections(results, baseline)
     page = render(sections, title)
     data = {"version": __version__, "title": title, "sections": [_data(section) for section in sections]}

@@ -34,7 +34,8 @@ class Result:
     kind: Kind
     folder: Path
     content: Json
-    """summary.json, counterfactual.json or exchange.json; of a training run ``{"steps": lines of metrics.jsonl}``."""
+    """summary.json (or summary.POLICY.json), counterfactual.json or exchange.json; of a training run ``{"steps":
+    lines of metrics.jsonl}``."""
     settings: Json
     """eval.json, counterfactual_settings.json, exchange_settings.json or settings.yaml; empty where there is none."""
     file: Path
@@ -80,6 +81,8 @@ class Results:
     demo: bool = False
     unfinished: list[Path] = field(default_factory=list)
     """Folders of evaluations without a summary."""
+    policy: str | None = None
+    """The policy that was asked for; None: each run's own."""
 
     def having(self, *kinds: Kind) -> list[Arm]:
         """Arms that have at least one of these."""
