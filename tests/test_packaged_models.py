@@ -35,6 +35,7 @@ def home(tmp_path: Path, build_tiny: Callable[[str], Path], monkeypatch: pytest.
         save_file(
             {key: value.to(torch.bfloat16) for key, value in load_file(folder / WEIGHTS).items()}, folder / WEIGHTS
         )
+        (folder / "weights.sha256").unlink()
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     monkeypatch.setattr(models, "_HOME", tmp_path / "installed")

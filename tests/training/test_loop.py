@@ -169,7 +169,7 @@ def test_a_damaged_checkpoint_and_another_model_are_named(tmp_path: Path) -> Non
         run(out=str(tmp_path), steps=8)
     run_file.write_text(text)
     (run_file.parent / "optimizer.safetensors").write_bytes(b"short")
-    with pytest.raises(UserError, match=r"step-000004: the checkpoint cannot be read .* remove it"):
+    with pytest.raises(UserError, match=r"step-000004: optimizer.safetensors is not the file .* Remove the folder"):
         run(out=str(tmp_path), steps=8)
 
 

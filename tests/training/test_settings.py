@@ -52,10 +52,10 @@ def test_paper_configs_hold_the_tables(path: Path) -> None:
     optim, variable = settings.optim, backbone.family.startswith("qwen")
     assert optim.batch == (1600 if "235b" in name else 512) and optim.microbatch == 1
     assert (optim.schedule, optim.warmup, optim.weight_decay) == ("cosine", 0.03, 0.1)
-    assert settings.model.latents == 8 and settings.model.dtype == "bfloat16"
+    assert settings.model.dtype == "bfloat16"
     if isinstance(settings, SftSettings):
         assert settings.model.path == backbone.hub_id
-        assert optim.lr == 1e-5
+        assert optim.lr == 1e-5 and settings.model.latents == 8
         assert (settings.reconstruction_weight, settings.reconstruction_reduction) == (0.1, "mean")
         assert settings.pack_tokens == 4096
         assert (settings.model.min_tokens, settings.model.max_tokens) == ((128, 5120) if variable else (None, None))
@@ -65,7 +65,10 @@ def test_paper_configs_hold_the_tables(path: Path) -> None:
         assert isinstance(settings, RlSettings)
         assert settings.model.path == str(load_settings("sft", path.with_name(f"{name}-sft.yaml")).run.out / "final")
         assert (optim.lr, optim.steps, settings.checkpoint.every) == (5e-7, 100, 25)
-        assert settings.model.max_tokens == (2560 if variable else None)
+        assert settings.model.latents is None  # Stage 1's
+        assert (settings.model.min_tokens, settings.model.max_tokens) == ((128, 2560) if variable else (None, None))
+        assert settings.model.max_tiles == (9 if backbone.family == "internvl3" else None)
+        assert f"--method direct --model.path {backbone.hub_id} " in head
         assert (settings.group, settings.temperature, settings.top_p, settings.top_k) == (8, 0.6, 1.0, 0)
         assert (settings.beta, settings.max_prompt, settings.max_new) == (0, 4096, 192)
         assert (settings.lambda_ev, settings.margin, settings.eta, settings.negatives) == (0.2, 0.5, 0.3, 16)

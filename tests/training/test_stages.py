@@ -220,15 +220,15 @@ MEANS: dict[str, dict[str, Any]] = {
 USUAL = {"routing": "selective", "objective": "contrast", "mass_matched": False, "detach": True, "on_policy": True}
 
 
-def test_every_method_does_what_the_documentation_says(trained: Path, data: Path, tmp_path: Path) -> None:
-    """One step of each, from the same model on the same prompts."""
+def test_every_method_does_what_the_documentation_says(trained: Path, plain: Path, data: Path, tmp_path: Path) -> None:
+    """One step of each, on the same prompts from the same model; Direct from one without a span."""
     assert MEANS.keys() == PRESETS.keys()
     found = {}
     for method in MEANS:
         rewards = {"accuracy": 1.0, "format": 1.0} | reward("vowels")
         raw = configure("rl", trained, data, tmp_path / method, method=method, model=DOUBLE, max_new=12)
         if method == "direct":
-            del raw["model"]["latents"]
+            raw["model"] = {"path": str(plain), **DOUBLE}
         (record,) = run("rl", raw | {"rewards": rewards, "margin": 1.5})  # every hinge is active
         settings = yaml.safe_load((tmp_path / method / "settings.yaml").read_text())
         for name, value in (USUAL | MEANS[method]).items():

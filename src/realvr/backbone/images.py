@@ -11,6 +11,7 @@ import importlib
 import io
 import math
 import warnings
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,13 +117,51 @@ def _to_rgb(image: Image.Image, name: str) -> Image.Image:
     return image.convert("RGB")
 
 
+@dataclass(frozen=True)
+class Limits:
+    """How many visual tokens an image may take; None leaves a limit to the next best source. A checkpoint keeps those
+    of its training, see `realvr.backbone.loading`."""
+
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    tiles: bool | None = None
+    max_tiles: int | None = None
+
+    @classmethod
+    def from_note(cls, note: Any, where: str) -> Limits:
+        """What a checkpoint has kept; ``where`` names it in errors."""
+        if not isinstance(note, dict):
+            raise UserError(f"{where} is {note!r}: an object is expected; copy it from the original checkpoint")
+        for name, value in note.items():
+            right = isinstance(value, bool) if name == "tiles" else type(value) is int and value >= 1
+            if name in cls.__dataclass_fields__ and not right:
+                raise UserError(f"{where}.{name} is {value!r}: correct it, or remove it to use the family's own")
+        return cls(**{name: value for name, value in note.items() if name in cls.__dataclass_fields__})
+
+    def note(self) -> dict[str, Any]:
+        """The limits that are set."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def then(self, given: Limits) -> Limits:
+        """These, except where ``given`` says otherwise. A bound given alone moves the other one out of its way."""
+        merged = {**self.note(), **given.note()}
+        low, high = merged.get("min_tokens"), merged.get("max_tokens")
+        if low is not None and high is not None and low > high:
+            if given.max_tokens is None:
+                merged["max_tokens"] = low
+            elif given.min_tokens is None:
+                merged["min_tokens"] = high
+        return Limits(**merged)
+
+
 class ImageProcessor:
     """The family's stock Pillow processor, for one image at a time, with the grid of its visual tokens.
 
     ``min_tokens`` and ``max_tokens`` bound the visual tokens of an image where the family lets the count follow the
     image size (Qwen). The bounds are the stock ones and can be missed by its rounding: the short side of an image much
     longer than wide becomes at least one token, and bounds close to each other may leave no grid between them.
-    ``tiles`` lets InternVL cut the image into tiles plus a thumbnail; without it the image is one tile.
+    ``tiles`` lets InternVL cut the image into at most ``max_tiles`` tiles plus a thumbnail; without it the image is one
+    tile.
     """
 
     def __init__(
@@ -134,12 +173,14 @@ class ImageProcessor:
         max_tokens: int | None = None,
         tiles: bool = True,
         *,
+        max_tiles: int | None = None,
         merge: int = 1,
     ) -> None:
         self.family = family
         self.stock = stock
         self.tokens_per_tile = tokens_per_tile
         self.tiles = tiles
+        self.max_tiles = self._most_tiles(max_tiles)
         self.min_tokens: int | None = None
         self.max_tokens: int | None = None
         self.merge = merge
@@ -160,19 +201,40 @@ class ImageProcessor:
         config: Any,
         min_tokens: int | None = None,
         max_tokens: int | None = None,
-        tiles: bool = True,
+        tiles: bool | None = None,
+        max_tiles: int | None = None,
     ) -> ImageProcessor:
         """From a local directory or a hub id; ``config`` is the model's, which fixes the tokens per tile."""
+        tiles = tiles is not False
         module, name = family.image_processor.split(":")
         stock_class = getattr(importlib.import_module(module), name)
         try:
             stock = stock_class.from_pretrained(str(path))
             if family.variable_grid:
-                return cls(family, stock, None, min_tokens, max_tokens, tiles)
+                return cls(family, stock, None, min_tokens, max_tokens, tiles, max_tiles=max_tiles)
             tokens, merge = _fixed_grid(config, stock)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:  # whatever a damaged file leads to
             raise UserError(f"{path}: the image processor configuration cannot be used ({_one_line(error)})") from error
-        return cls(family, stock, tokens, min_tokens, max_tokens, tiles, merge=merge)
+        return cls(family, stock, tokens, min_tokens, max_tokens, tiles, max_tiles=max_tiles, merge=merge)
+
+    def _most_tiles(self, max_tiles: int | None) -> int:
+        """Most tiles of an image, its thumbnail not counted; 1 where the family has none."""
+        if max_tiles is not None and max_tiles < 1:
+            raise UserError(f"an image has at least 1 tile, so max_tiles cannot be {max_tiles}")
+        if hasattr(self.stock, "max_patches"):
+            return int(self.stock.max_patches) if max_tiles is None else max_tiles
+        if max_tiles is not None:
+            warnings.warn(f"{self.family.name} ignores max_tiles: it cuts no image into tiles", stacklevel=4)
+        return 1
+
+    @property
+    def limits(self) -> Limits:
+        """Those that this family has, as they are in force."""
+        if self.family.variable_grid:
+            return Limits(min_tokens=self.min_tokens, max_tokens=self.max_tokens)
+        if hasattr(self.stock, "max_patches"):
+            return Limits(tiles=self.tiles, max_tiles=self.max_tiles)
+        return Limits()
 
     def _set_budget(self, min_tokens: int | None, max_tokens: int | None) -> None:
         """Tokens to pixels: the stock ``size`` counts pixels, and one visual token covers (patch*merge)^2 of them."""
@@ -183,10 +245,11 @@ class ImageProcessor:
                 raise UserError(f"a visual-token budget is at least 1, not {bound}")
         if min_tokens is not None and max_tokens is not None and min_tokens > max_tokens:
             raise UserError(f"visual-token budget: minimum {min_tokens} is over maximum {max_tokens}")
-        if min_tokens is not None:
+        # Stock bounds need not be whole tokens: one that is asked for as it is stays exactly as it is.
+        if min_tokens is not None and min_tokens != math.ceil(low / side**2):
             low = min_tokens * side**2
             high = max(high, low)
-        if max_tokens is not None:
+        if max_tokens is not None and max_tokens != high // side**2:
             high = max_tokens * side**2
             low = min(low, high)
         self.min_tokens, self.max_tokens = math.ceil(low / side**2), high // side**2
@@ -197,13 +260,13 @@ class ImageProcessor:
         if self.family.variable_grid:
             return f"{self.min_tokens} to {self.max_tokens} visual tokens per image, following its size"
         if self._tiled():
-            most = int(self.stock.max_patches) + 1
+            most = self.max_tiles + 1
             return f"{self.tokens_per_tile} visual tokens per tile, up to {most} tiles per image (thumbnail included)"
         unit = "tile, one tile per image" if hasattr(self.stock, "max_patches") else "image"
         return f"{self.tokens_per_tile} visual tokens per {unit}"
 
     def _tiled(self) -> bool:
-        return self.tiles and int(getattr(self.stock, "max_patches", 1)) > 1
+        return self.tiles and self.max_tiles > 1
 
     def __call__(self, image: str | Path | bytes | Image.Image) -> ImageInput:
         """Process one image: ``pixels`` (patches, C*time*patch*patch) for Qwen, (tiles, 3, H, W) for the others."""
@@ -230,6 +293,7 @@ class ImageProcessor:
         if hasattr(self.stock, "max_patches"):
             options["crop_to_patches"] = self._tiled()
             if self._tiled():
+                options["min_patches"], options["max_patches"] = self._tile_bounds()
                 tile_rows, tile_cols = self._tile_layout(rgb)
         else:
             options["do_pan_and_scan"] = False  # Gemma's stock default; its crops would be further images
@@ -245,9 +309,11 @@ class ImageProcessor:
         thumbnail, absent when there is one tile only, comes last."""
         canvas = importlib.import_module(type(self.stock).__module__).get_optimal_tiled_canvas
         tile = (int(self.stock.size["height"]), int(self.stock.size["width"]))
-        bounds = (int(self.stock.min_patches), int(self.stock.max_patches))
-        cols, rows = canvas((rgb.height, rgb.width), tile, *bounds)
+        cols, rows = canvas((rgb.height, rgb.width), tile, *self._tile_bounds())
         return rows, cols
+
+    def _tile_bounds(self) -> tuple[int, int]:
+        return min(int(self.stock.min_patches), self.max_tiles), self.max_tiles
 
 
 def _fixed_grid(config: Any, stock: Any) -> tuple[int, int]:

@@ -19,14 +19,16 @@ from transformers.utils import cached_file, logging
 
 from realvr.backbone.backbone import Backbone, Markers
 from realvr.backbone.families import FAMILIES, MARKERS, Family, family_of
-from realvr.backbone.images import ImageProcessor
+from realvr.backbone.images import ImageProcessor, Limits
 from realvr.errors import UserError
+from realvr.hashes import changed_weights, record_weights
 from realvr.models import DTYPE as NAMED_DTYPE
 from realvr.models import is_named, locate
 
 DEFAULT_LATENTS = 8
 CONFIG_KEY = "realvr"
-"""Key in ``config.json`` under which marker ids and K are kept; stock transformers carries it along unread."""
+"""Key in ``config.json`` under which a checkpoint keeps what it was trained with: marker ids, K, the limits on visual
+tokens. Stock transformers carries it along unread."""
 
 _SIDE_FILES = ("processor_config.json", "video_preprocessor_config.json", "chat_template.json")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -40,14 +42,20 @@ def load(
     latents: int | None = None,
     min_tokens: int | None = None,
     max_tokens: int | None = None,
-    tiles: bool = True,
+    tiles: bool | None = None,
+    max_tiles: int | None = None,
+    announce: bool = True,
 ) -> Backbone:
     """Load a local directory, hub id or packaged name (`realvr.models`) that ``AutoModelForImageTextToText`` can load.
 
     ``dtype`` defaults to the checkpoint's own, for a packaged name to float32; ``device`` to the GPU where there is
     one. ``latents`` overrides the checkpoint's K. ``min_tokens``/``max_tokens`` bound the visual tokens per image
-    (families with variable grids); ``tiles`` cuts large images into tiles (InternVL). Marker tokens are added when the
-    checkpoint has none.
+    (families with variable grids); ``tiles`` cuts large images into at most ``max_tiles`` tiles (InternVL). What is not
+    given is as in the checkpoint's training, or the family's own where it was not trained by us. Marker tokens are
+    added when the checkpoint has none.
+
+    ``announce`` hashes the weights and warns where they, K or a limit are not those that the checkpoint was saved with;
+    further processes of the same run switch it off.
     """
     if latents is not None and latents < 0:
         raise UserError(f"latents is {latents}: the number of latent slots cannot be negative")
@@ -58,11 +66,13 @@ def load(
     _check_files(source)
     device, dtype = _device(device), _dtype(dtype)
     tokenizer = _load_tokenizer(source)
-    processor = ImageProcessor.load(source, family, config, min_tokens=min_tokens, max_tokens=max_tokens, tiles=tiles)
+    known = _remembered(config, source)
+    stored = Limits.from_note(known.get("images", {}), f"{source}: config.json, {CONFIG_KEY}.images")
+    given = Limits(min_tokens, max_tokens, tiles, max_tiles)
+    processor = ImageProcessor.load(source, family, config, **vars(stored.then(given)))
     model = _load_model(source, dtype, device)
     markers, added = add_markers(model, tokenizer)
-    known = getattr(model.config, CONFIG_KEY, None) or {}
-    chosen = latents if latents is not None else int(known.get("latents", DEFAULT_LATENTS))
+    chosen = latents if latents is not None else _stored_latents(known, source)
     backbone = Backbone(model, tokenizer, family, processor, markers, chosen, markers_added=added)
     backbone.spell_out = bool(known.get("spell_out", False))
     backbone.side_files = _side_files(source)
@@ -70,18 +80,35 @@ def load(
         raise UserError(f"{source}: sliding-window layers together with multimodal rotary positions are not supported")
     backbone.freeze_vision()
     model.eval()
+    if announce:
+        _announce(str(path), source, backbone, known, stored)
     return backbone
 
 
+def _announce(name: str, source: str, backbone: Backbone, known: dict[str, Any], stored: Limits) -> None:
+    """Warn where the loaded model is not used as it was saved."""
+    if Path(source).is_dir() and (changed := changed_weights(Path(source))):
+        warnings.warn(changed, stacklevel=3)
+    now = backbone.processor.limits.note()
+    before: dict[str, Any] = {key: value for key, value in stored.note().items() if key in now}
+    if known.get("latents") and not backbone.markers_added:
+        before["K"], now["K"] = known["latents"], backbone.latents
+    other = [f"{key} = {before[key]}" for key in before if before[key] != now[key]]
+    if other:
+        used = ", ".join(f"{key} = {now[key]}" for key in before if before[key] != now[key])
+        warnings.warn(f"{name} was trained with {', '.join(other)}; {used} was chosen here", stacklevel=3)
+
+
 def save(backbone: Backbone, directory: str | Path) -> Path:
-    """Write model, tokenizer and image processor as a plain HF directory; marker ids, K and ``spell_out`` go into its
-    ``config.json``."""
+    """Write model, tokenizer and image processor as a plain HF directory; marker ids, K, limits on visual tokens and
+    ``spell_out`` go into its ``config.json``, SHA-256 hashes of the weights into ``weights.sha256``."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     markers = backbone.markers
     note: dict[str, Any] = {
         "latents": backbone.latents,
         "markers": {"start": markers.start, "slot": markers.slot, "end": markers.end},
+        "images": backbone.processor.limits.note(),
     }
     if backbone.spell_out:
         note["spell_out"] = True
@@ -91,6 +118,7 @@ def save(backbone: Backbone, directory: str | Path) -> Path:
     backbone.processor.stock.save_pretrained(directory)
     for name, text in backbone.side_files.items():
         (directory / name).write_text(text)
+    record_weights(directory)
     return directory
 
 
@@ -123,7 +151,24 @@ def trained_latents(source: str) -> int | None:
     vocabulary = _load_tokenizer(source).get_vocab()
     if any(token not in vocabulary for token in MARKERS):
         return None
-    return int((getattr(config, CONFIG_KEY, None) or {}).get("latents", DEFAULT_LATENTS))
+    return _stored_latents(_remembered(config, source), source)
+
+
+def _remembered(config: Any, source: str) -> dict[str, Any]:
+    """What ``save`` has noted in a configuration; nothing for a checkpoint of others."""
+    note = getattr(config, CONFIG_KEY, None) or {}
+    if not isinstance(note, dict):
+        raise UserError(
+            f"{source}: config.json, {CONFIG_KEY} is {note!r}: an object is expected; copy it from the original"
+        )
+    return note
+
+
+def _stored_latents(note: dict[str, Any], source: str) -> int:
+    latents = note.get("latents", DEFAULT_LATENTS)
+    if type(latents) is not int or latents < 0:
+        raise UserError(f"{source}: config.json, {CONFIG_KEY}.latents is {latents!r}: write the K of its training")
+    return latents
 
 
 def _refuse_unsupported(source: str, model_type: str | None) -> Family:

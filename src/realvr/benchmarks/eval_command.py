@@ -189,8 +189,8 @@ def evaluate(
         mmvp_corrected: Correct the answers that the original MMVP file swaps at Index 99/100 and 279/280.
         images: Folder that the image paths of a benchmark are relative to. May be repeated.
         strict_data: Refuse a benchmark with a row that cannot be asked.
-        min_tokens: Fewest visual tokens per image (families with variable grids).
-        max_tokens: Most visual tokens per image (families with variable grids).
+        min_tokens: Fewest visual tokens per image (families with variable grids); by default those of its training.
+        max_tokens: Most visual tokens per image (families with variable grids); by default those of its training.
         device: cpu, cuda, cuda:1, …; by default the GPU where there is one.
         dtype: float32, bfloat16, float16; by default the checkpoint's own.
         exchange_seed: Fixes whose latents each question gets from another one.
@@ -362,7 +362,12 @@ def load_responder(job: Job, model: str, name: str, ranks: Ranks) -> Responder:
 
     device = ranks.device(job.device)
     backbone = Backbone.load(
-        model, device=device, dtype=job.dtype, min_tokens=job.min_tokens, max_tokens=job.max_tokens
+        model,
+        device=device,
+        dtype=job.dtype,
+        min_tokens=job.min_tokens,
+        max_tokens=job.max_tokens,
+        announce=ranks.rank == 0,
     )
     return ModelResponder(backbone, job.sampling(), path=model, name=name)
 

@@ -67,8 +67,8 @@ def counterfactual(
         policy: How answers are read out of text: strict, or the rules of a public harness.
         batch: Pairs per batch.
         max_new: At most this many new tokens per answer.
-        min_tokens: Fewest visual tokens per image (families with variable grids).
-        max_tokens: Most visual tokens per image (families with variable grids).
+        min_tokens: Fewest visual tokens per image (families with variable grids); by default those of its training.
+        max_tokens: Most visual tokens per image (families with variable grids); by default those of its training.
         device: cpu, cuda, cuda:1, …; by default the GPU where there is one.
         dtype: float32, bfloat16, float16; by default the checkpoint's own.
     """
@@ -142,8 +142,8 @@ def exchange(
         batch: Pairs read together.
         rows: Spans decoded together; each holds a copy of its prompt's keys and values.
         max_new: At most this many new tokens per answer.
-        min_tokens: Fewest visual tokens per image (families with variable grids).
-        max_tokens: Most visual tokens per image (families with variable grids).
+        min_tokens: Fewest visual tokens per image (families with variable grids); by default those of its training.
+        max_tokens: Most visual tokens per image (families with variable grids); by default those of its training.
         device: cpu, cuda, cuda:1, …; by default the GPU where there is one.
         dtype: float32, bfloat16, float16; by default the checkpoint's own.
     """
@@ -156,7 +156,7 @@ def exchange(
     if not changed:
         raise UserError(f"{data}: the right answer changes in none of its {len(pairs)} pairs; there is nothing to swap")
     responder = _responder(model, max_new, min_tokens, max_tokens, device, dtype)
-    count = responder.latents if latents is None else latents
+    count = _explicit(model, responder, latents)
     if responder.latents == 0 or count < 1:
         raise UserError(
             f"{model} has no trained latent span (K = {min(count, responder.latents)}), so there is nothing to swap: "
@@ -241,6 +241,13 @@ def _latents(model: str, responder: ModelResponder, asked: int | None) -> int:
         )
     if asked is None and responder.backbone.markers_added:
         _note(f"{model} was never trained with latent slots: it answers directly, K = 0")
+    return _explicit(model, responder, asked)
+
+
+def _explicit(model: str, responder: ModelResponder, asked: int | None) -> int:
+    """The checkpoint's K, or the one asked for, with a notice where it is another."""
+    if asked is not None and asked not in (0, responder.latents):
+        _note(f"{model} was trained with K = {responder.latents}; K = {asked} was chosen explicitly")
     return responder.latents if asked is None else asked
 
 

@@ -59,8 +59,8 @@ def ask(
         top_p: Sample from the smallest set of tokens with this probability mass.
         top_k: Sample from the k likeliest tokens; 0 switches it off.
         seed: Seed for sampling.
-        min_tokens: Fewest visual tokens per image (families with variable grids).
-        max_tokens: Most visual tokens per image (families with variable grids).
+        min_tokens: Fewest visual tokens per image (families with variable grids); by default those of its training.
+        max_tokens: Most visual tokens per image (families with variable grids); by default those of its training.
         device: cpu, cuda, cuda:1, …; by default the GPU where there is one.
         dtype: float32, bfloat16, float16; by default the checkpoint's own.
         json: Print one JSON object: answer, text, latents, latent_norms, finish_reason, seconds, and more.
@@ -89,6 +89,11 @@ def ask(
         print(
             f"realvr: note: {model} was not trained with latent slots, so its markers are untrained; "
             "train Stage 1 first, or ask with --latents 0",
+            file=sys.stderr,
+        )
+    elif count not in (0, backbone.latents):
+        print(
+            f"realvr: note: {model} was trained with K = {backbone.latents}; K = {count} was chosen explicitly",
             file=sys.stderr,
         )
     print(json_module.dumps(result, ensure_ascii=False) if json else result["answer"])

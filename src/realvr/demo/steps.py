@@ -86,7 +86,9 @@ def train_stage2(step: Step, settings: DemoSettings) -> None:
 def stage1_settings(settings: DemoSettings) -> dict[str, Any]:
     """As a settings file would say it."""
     rows = settings.stage1_rows
-    return _common(settings, "mini-base", plan.SHORT_STAGE1, settings.stage1_steps) | {
+    common = _common(settings, "mini-base", plan.SHORT_STAGE1, settings.stage1_steps)
+    return common | {
+        "model": common["model"] | {"latents": plan.LATENTS},
         "optim": _optim(settings.stage1_lr, settings.stage1_steps, rows, rows),
         "reconstruction_weight": 1.0,
         "pack_tokens": 256,
@@ -112,7 +114,7 @@ def stage2_settings(settings: DemoSettings, arm: Arm) -> dict[str, Any]:
 
 def _common(settings: DemoSettings, model: str, out: str, steps: int) -> dict[str, Any]:
     return {
-        "model": {"path": model, "dtype": "float32", "latents": plan.LATENTS},
+        "model": {"path": model, "dtype": "float32"},
         "data": {"sources": [{"path": str(plan.TRAIN_DATA)}], "seed": settings.seed, "keep_encoded": True},
         "checkpoint": {"every": max(1, steps // 8), "keep": 1},
         "log": {"console": False, "tensorboard": False, "table_every": 20, "parts_every": 0},

@@ -18,6 +18,7 @@ from typing import Any
 from realvr import __version__
 from realvr.errors import UserError
 from realvr.files import sync
+from realvr.hashes import difference, digests
 from realvr.training.configuration import differences
 from realvr.training.engine import Engine
 from realvr.training.sections import CheckpointSettings
@@ -97,6 +98,7 @@ class Checkpoints:
             "progress": vars(progress),
             "world": self.engine.world,
             "frozen": self.engine.frozen_digest(),
+            "sha256": digests(partial.iterdir()),
             "settings": settings.model_dump(mode="json"),
         }
         write_text(partial / "run.json", json.dumps(run, indent=1))
@@ -148,6 +150,7 @@ class Checkpoints:
         try:
             run = json.loads((path / "run.json").read_text(encoding="utf-8"))
             self._refuse_other_run(path, run, settings)
+            self._refuse_changed(path, run)
             self.engine.load(path)
             state = read_state(path / f"rank-{self.engine.rank}")
         except (OSError, ValueError, KeyError) as error:
@@ -184,6 +187,23 @@ class Checkpoints:
             raise UserError(f"{path} was written by {run['world']} processes, this run has {self.engine.world}")
         if run["frozen"] != self.engine.frozen_digest():
             raise UserError(f"{path}: the frozen weights differ from those the run started with (model.path)")
+
+    def _refuse_changed(self, path: Path, run: dict[str, Any]) -> None:
+        """Every file must be the one that was written. One rank reads them all, and all hear of it."""
+        found, written = None, run.get("sha256", {})  # not in those of earlier versions
+        if not isinstance(written, dict):
+            raise ValueError(f"run.json: sha256 is {written!r}")
+        if self.engine.main:
+            try:
+                found = difference(written, digests(file for file in path.iterdir() if file.name in written))
+            except OSError as error:
+                found = f"{error.filename} cannot be read ({error.strerror})"
+        problem = self.engine.gather_objects(found)[0]
+        if problem:
+            raise UserError(
+                f"{path}: {problem}: it is damaged, was changed, or holds files of another checkpoint; a run cannot "
+                "continue from it. Remove the folder to go back one"
+            )
 
 
 def _number(path: Path) -> int:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from realvr.errors import UserError
 from realvr.training import methods
-from realvr.training.settings import BaseSettings, RlSettings, SftSettings, TrainSettings
+from realvr.training.settings import BaseSettings, Origin, RlSettings, SftSettings, TrainSettings
 
 Kind = Literal["sft", "rl", "base"]
 KINDS: dict[str, type[TrainSettings]] = {"sft": SftSettings, "rl": RlSettings, "base": BaseSettings}
@@ -29,12 +29,32 @@ def load_settings(kind: str, yaml_path: str | Path, overrides: Sequence[str] = (
     if kind not in KINDS:
         raise UserError(f"no training is called '{kind}': choose one of {', '.join(KINDS)}")
     model, path = KINDS[kind], Path(yaml_path)
-    raw, flags = read_yaml(path), list(overrides)
+    raw, flags = read_yaml(path), _switches(overrides)
     refuse_unknown(model, raw, path)
     if kind == "rl":
         raw, flags = _method_flag(raw, flags)
     settings = _validate(model, raw, str(path))
-    return _override(kind, settings, flags) if flags else settings
+    if flags:
+        settings = _override(kind, settings, flags)
+    return settings.came_from(Origin(str(path), frozenset(_names(overrides))))
+
+
+def _names(flags: Sequence[str]) -> Iterator[str]:
+    """Dotted names of the settings that flags change."""
+    return (flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--"))
+
+
+def _switches(flags: Sequence[str]) -> list[str]:
+    """``--model.tiles`` and ``--model.no-tiles`` without a value, which tyro wants for a setting that may be None."""
+    found: list[str] = []
+    for index, flag in enumerate(flags):
+        if flag == "--model.no-tiles":
+            found += ["--model.tiles", "False"]
+            continue
+        found.append(flag)
+        if flag == "--model.tiles" and (index + 1 == len(flags) or flags[index + 1].startswith("--")):
+            found.append("True")
+    return found
 
 
 def show_help(kind: str) -> None:

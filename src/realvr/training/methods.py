@@ -77,8 +77,8 @@ def fill(settings: dict[str, Any]) -> dict[str, Any]:
         if section:
             inner = filled.get(section, {})
             home = filled[section] = dict(inner) if isinstance(inner, Mapping) else inner.model_dump()
-        given = home.get(field, value)
-        if given != value:
+        given = home.get(field)
+        if given is not None and given != value:
             raise ValueError(
                 f"method '{method}' means {key} = {_text(value)}, but {key} is {_text(given)}: "
                 f"drop {key}, or choose method 'custom' to combine settings freely"

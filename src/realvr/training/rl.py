@@ -71,7 +71,7 @@ class RlTask:
 
     @property
     def uses_evidence(self) -> bool:
-        return self.options.lambda_ev != 0 and self.settings.model.latents > 0
+        return self.options.lambda_ev != 0 and self.backbone.latents > 0
 
     def prepare(self, step: int) -> Prepared:
         with self.adapters.still():
@@ -160,7 +160,7 @@ class RlTask:
             group=settings.group,
             sampling=sampling,
             seed=seeds,
-            latents=settings.model.latents,
+            latents=self.backbone.latents,
             visual=visual,
         )
         parts = {
@@ -330,14 +330,32 @@ def _seed(seed: int, step: int, place: int) -> int:
 
 def build_task(settings: Any, ranks: Ranks) -> RlTask:
     """Load the model that ``settings`` names (and the frozen starting policy, if the KL needs one); make its task."""
-    if settings.model.latents and not trained_latents(settings.model.path):
-        raise UserError(
-            f"{settings.model.path} was not trained with latent slots: train Stage 1 first (realvr train sft), "
-            "or use --method direct"
-        )
+    _check_latents(settings)
     backbone = load_backbone(settings, ranks)
     reference = None
     if settings.beta and not settings.lora.rank:
-        reference = load_backbone(settings, ranks)
+        reference = load_backbone(settings, ranks, announce=False)
         reference.model.requires_grad_(False)
     return RlTask(backbone, settings, ranks, reference)
+
+
+def _check_latents(settings: Any) -> None:
+    """Stage 2 goes on with the K of Stage 1; Direct starts from a model that never had a span."""
+    path, asked = settings.model.path, settings.model.latents
+    trained = trained_latents(path)
+    if settings.method == "direct" and trained:
+        raise UserError(
+            f"model.path: {path} went through Stage 1 (K = {trained}), but method direct starts from the pretrained "
+            "backbone or from a Direct-SFT checkpoint: name it with --model.path (to train this one without its span: "
+            "--method custom --lambda-ev 0 --model.latents 0)"
+        )
+    if asked != 0 and not trained:
+        raise UserError(
+            f"{path} was not trained with latent slots: train Stage 1 first (realvr train sft), or use --method direct"
+        )
+    if asked is None or asked == (trained or 0) or "model.latents" in settings.origin.flags:
+        return
+    raise UserError(
+        f"{settings.origin.file or 'settings'}: model.latents is {asked}, but {path} was trained with K = {trained}: "
+        f"remove model.latents from the file, or give --model.latents {asked} on the command line to change K"
+    )

@@ -29,14 +29,17 @@ class ModelSettings(Section):
     """Type of the weights and of the computation. With 16-bit types see also ``optim.master_weights``."""
     tf32: bool = False
     """On NVIDIA GPUs, multiply float32 matrices with 10-bit mantissas: several times faster, less exact."""
-    latents: int = Field(default=8, ge=0)
-    """K, the number of latent slots; it is stored in the trained checkpoint. 0 means no latent span."""
+    latents: int | None = Field(default=8, ge=0)
+    """K, the number of latent slots; it is stored in the trained checkpoint. 0 means no latent span. None: the
+    checkpoint's."""
     min_tokens: int | None = Field(default=None, ge=1)
     """Least visual tokens per image (families whose token count follows the image size). None: the checkpoint's."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Most visual tokens per image (families whose token count follows the image size). None: the checkpoint's."""
-    tiles: bool = True
-    """Whether large images are cut into tiles (InternVL)."""
+    tiles: bool | None = None
+    """Whether large images are cut into tiles (InternVL). None: the checkpoint's, tiles where it says nothing."""
+    max_tiles: int | None = Field(default=None, ge=1)
+    """Most tiles of an image, its thumbnail not counted (InternVL). None: the checkpoint's."""
 
     @model_validator(mode="after")
     def _ordered(self) -> ModelSettings:

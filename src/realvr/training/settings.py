@@ -5,9 +5,10 @@ Defaults are those of the paper's tables tab:hp-sft and tab:hp-rl. Read by ``con
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from realvr.training import methods
 from realvr.training.methods import Method, Objective, Routing
@@ -33,6 +34,8 @@ __all__ = [
     "LoraSettings",
     "ModelSettings",
     "OptimSettings",
+    "Origin",
+    "RlModelSettings",
     "RlOptimSettings",
     "RlSettings",
     "RunSettings",
@@ -86,11 +89,29 @@ class BaseModelSettings(ModelSettings):
     """Type of the weights and of the computation."""
 
 
+class RlModelSettings(ModelSettings):
+    """The model to start from."""
+
+    latents: int | None = Field(default=None, ge=0)
+    """K, the number of latent slots. None: the K that the checkpoint was trained with; a file that says another is
+    refused, a flag overrides it. 0 means no latent span."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where settings came from. Settings that say the same are equal, wherever they came from."""
+
+    file: str | None = field(default=None, compare=False)
+    flags: frozenset[str] = field(default=frozenset(), compare=False)
+    """Dotted names of those given on the command line."""
+
+
 class TrainSettings(Section):
     """What every training has."""
 
     encodes_ahead: ClassVar[bool] = False
     """Whether the stage can use ``data.workers`` without ``data.keep_encoded``."""
+    _origin: Origin = PrivateAttr(default_factory=Origin)
     model: ModelSettings
     """The model to start from."""
     data: DataSettings
@@ -103,6 +124,16 @@ class TrainSettings(Section):
     """Checkpoints that a killed run continues from."""
     log: LogSettings = LogSettings()
     """What is recorded, and how often."""
+
+    @property
+    def origin(self) -> Origin:
+        """Where the settings came from."""
+        return self._origin
+
+    def came_from(self, origin: Origin) -> Self:
+        """Note where the settings came from."""
+        self._origin = origin
+        return self
 
     @model_validator(mode="after")
     def _workers_work(self) -> Self:
@@ -136,11 +167,15 @@ class SftSettings(TrainSettings):
     out in the same form. Not in the paper."""
     gradient_checkpointing: bool = True
     """Recompute the decoder layers in the backward pass instead of keeping their activations. Exact."""
+    allow_no_evidence: bool = False
+    """Train with latents although no row has an evidence box. The latents then learn nothing."""
 
 
 class RlSettings(TrainSettings):
     """Stage 2: free-running outcome optimization (LVR-RL), with the evidence loss (ReaLVR)."""
 
+    model: RlModelSettings
+    """The model to start from."""
     optim: RlOptimSettings = RlOptimSettings()
     """AdamW, its schedule, and how much data one step takes."""
     lora: LoraSettings = LoraSettings()

@@ -130,12 +130,13 @@ def build_task(settings: Any, ranks: Ranks) -> SftTask:
     return SftTask(load_backbone(settings, ranks), settings, ranks)
 
 
-def load_backbone(settings: Any, ranks: Ranks) -> Backbone:
-    """The model of a ``ModelSettings`` on this rank's device."""
+def load_backbone(settings: Any, ranks: Ranks, announce: bool = True) -> Backbone:
+    """The model of a ``ModelSettings`` on this rank's device. What the settings left to the checkpoint is filled in, so
+    that the records of the run say what it was trained with."""
     model = settings.model
     if model.tf32:
         torch.set_float32_matmul_precision("high")
-    return Backbone.load(
+    backbone = Backbone.load(
         model.path,
         dtype=model.dtype,
         device=ranks.device,
@@ -143,4 +144,9 @@ def load_backbone(settings: Any, ranks: Ranks) -> Backbone:
         min_tokens=model.min_tokens,
         max_tokens=model.max_tokens,
         tiles=model.tiles,
+        max_tiles=model.max_tiles,
+        announce=announce and ranks.rank == 0,
     )
+    found = backbone.processor.limits.note() | {"latents": backbone.latents}
+    settings.model = model.model_copy(update=found)
+    return backbone
