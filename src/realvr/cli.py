@@ -10,12 +10,13 @@ import importlib
 import inspect
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import NamedTuple
 
 from realvr import __version__
-from realvr.errors import UserError
+from realvr.errors import UserError, explained
+from realvr.files import naming
 
 
 class Command(NamedTuple):
@@ -63,21 +64,48 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code. 2 means that the input was wrong, and one line on stderr says what."""
     args = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: _dispatch(args))
+
+
+def guarded(action: Callable[[], int]) -> int:
+    """Do something for a user: warnings become notes, and what the user or the machine is to blame for one line.
+
+    Anything else is a bug and keeps its traceback. Every process that talks to a user goes through here.
+    """
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _notice  # type: ignore[assignment]
-            return _dispatch(args)
-    except UserError as error:
-        print(f"realvr: error: {error}", file=sys.stderr)
-        return 2
+            code = action()
+            if sys.stdout is not None:
+                with naming("standard output"):
+                    sys.stdout.flush()
+            return code
     except KeyboardInterrupt:
-        print("realvr: interrupted", file=sys.stderr)
-        return 130
+        return _end("realvr: interrupted", 130)
     except BrokenPipeError:
         # The reader went away (`realvr … | head`): not an error. Keep the interpreter from flushing into the closed
         # pipe.
         sys.stdout = None  # type: ignore[assignment]
         return 0
+    except Exception as error:
+        found = explained(error)
+        if found is None:
+            raise
+        return _end(f"realvr: error: {found}", 2)
+
+
+def _end(line: str, code: int) -> int:
+    """Say the last line, where there is still a place for it."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        sys.stdout = None  # type: ignore[assignment]  # or the interpreter tries again and says so
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        sys.stderr = None  # type: ignore[assignment]
+    return code
 
 
 def _notice(message: Warning | str, *where: object) -> None:

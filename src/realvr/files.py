@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,32 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """What the operating system refuses inside names the file: of a failed write or sync it does not say which."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def write_atomically(path: Path, data: str | bytes) -> None:
-    """The file is there whole or not at all, even after a kill or a power cut."""
+    """The file is there whole or not at all, even after a kill, a power cut or on a full disk."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as target:
-        target.write(data.encode() if isinstance(data, str) else data)
-        target.flush()
-        os.fsync(target.fileno())
-    os.replace(temporary, path)
-    sync(path.parent)
+    with naming(path):
+        try:
+            with temporary.open("wb") as target:
+                target.write(data.encode() if isinstance(data, str) else data)
+                target.flush()
+                os.fsync(target.fileno())
+            os.replace(temporary, path)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink()  # half a file only takes the space that is missing
+            raise
+        sync(path.parent)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -42,7 +61,7 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: damaged ({error}); write it again with the command that made it") from None
     if not isinstance(found, dict):
         raise UserError(f"{path}: a JSON object is expected; write it again with the command that made it")

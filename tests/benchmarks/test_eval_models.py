@@ -25,12 +25,12 @@ from realvr.benchmarks.ablation import donors
 from realvr.benchmarks.model_responder import ModelResponder
 from realvr.benchmarks.questions import load
 from realvr.benchmarks.runner import EvalSettings, evaluate
-from realvr.benchmarks.store import Lock
 from realvr.cli import main
 from realvr.errors import UserError
 from realvr.latent import engine
 from realvr.latent.group import decode
 from realvr.latent.sampling import Sampling
+from realvr.runlock import hold
 
 LATENTS = 2
 SHORT = Sampling(temperature=0.0, max_new=6)
@@ -149,8 +149,8 @@ def wait_until_free(out: Path) -> None:
     deadline = time.monotonic() + 30
     while True:
         try:
-            Lock(out).release()
-            return
+            with hold(out, "test"):
+                return
         except UserError:
             assert time.monotonic() < deadline, "processes outlive the one that started them"
             time.sleep(0.05)

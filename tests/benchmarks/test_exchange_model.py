@@ -214,15 +214,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(*args: Any) -> list[str]:
-    return ["exchange", *map(str, args), "--max-new", "3", "--device", "cpu", "--batch", "1", "--k", "1,2,8"]
+    return ["exchange", *map(str, args), "--max-new", "3", "--device", "cpu", "--batch", "1"]
 
 
 def test_a_killed_run_continues_to_the_same_numbers(
     small: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert main(arguments(small, data, "--out", whole)) == 0
-    assert "k = 8 is more than the K = 3 slots" in capsys.readouterr().err
+    assert main([*arguments(small, data, "--out", whole), "--k", "1,2,8"]) == 2
+    assert "--k asks for 8 positions, but the span has K = 3 slots" in capsys.readouterr().err and not whole.exists()
+    assert main(arguments(small, data, "--out", whole)) == 0  # of the usual 1, 2, 4 and 8 those that it has
+    assert json.loads((whole / "exchange_settings.json").read_text())["k"] == [1, 2]
     command = [sys.executable, "-m", "realvr", *arguments(small, data, "--out", cut)]
     process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
     records = cut / "exchange.jsonl"

@@ -122,7 +122,9 @@ def test_a_reward_that_is_not_a_number_names_its_sample(trained: Path, tmp_path:
     raw = configure("rl", trained, data, tmp_path / "run", **changes)
     task, settings, engine = make("rl", raw)
     before = weights(task)
-    assert loop.train(task, settings, engine) == 0  # skipped and counted
+    with pytest.raises(UserError, match="every one of the 1 steps was skipped.*nothing was trained"):
+        loop.train(task, settings, engine)  # skipped and counted
+    assert not (tmp_path / "run" / "final").exists()
     (record,) = lines(tmp_path / "run")
     assert record["skipped"] == 1 and record["loss"] is None
     assert all(torch.equal(before[name], value) for name, value in weights(task).items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from realvr.errors import UserError
+from realvr.runlock import hold
 
 if TYPE_CHECKING:
     from realvr.benchmarks.processes import Ranks
@@ -50,6 +51,7 @@ class Job:
     device: str | None = None
     dtype: str | None = None
     exchange_seed: int = 0
+    take_over: bool = False
 
     def check(self) -> None:
         """Refuse what can be seen to be wrong without reading data or weights."""
@@ -156,6 +158,7 @@ def evaluate(
     device: str | None = None,
     dtype: str | None = None,
     exchange_seed: int = 0,
+    take_over: bool = False,
 ) -> int:
     """Evaluate one or more checkpoints on benchmarks.
 
@@ -194,6 +197,7 @@ def evaluate(
         device: cpu, cuda, cuda:1, …; by default the GPU where there is one.
         dtype: float32, bfloat16, float16; by default the checkpoint's own.
         exchange_seed: Fixes whose latents each question gets from another one.
+        take_over: Take OUT from a run on another machine that is gone for certain.
     """
     given = dict(locals())
     given |= {"models": list(models), "bench": list(bench), "images": list(images), "out": str(out)}
@@ -225,15 +229,16 @@ def run(job: Job) -> int:
         settings_of(job, model) for model in job.models
     ]  # a wrong model should not cost the reading of gigabytes
     ranks = Ranks.from_environment()
-    ranks.start()
-    questions = read_questions(job, show=ranks.rank == 0)
-    summaries = {}
-    for model, name, chosen in zip(job.models, model_names(job.models), settings, strict=True):
-        folder = Path(job.out) if len(job.models) == 1 else Path(job.out) / name
-        summaries[name] = _one(job, model, name, chosen, questions, folder, ranks)
-    ranks.stop()
-    if ranks.rank == 0:
-        report(summaries, Path(job.out))
+    with hold(job.out, "eval", job.take_over) if ranks.rank == 0 else nullcontext():
+        ranks.start()
+        questions = read_questions(job, show=ranks.rank == 0)
+        summaries = {}
+        for model, name, chosen in zip(job.models, model_names(job.models), settings, strict=True):
+            folder = Path(job.out) if len(job.models) == 1 else Path(job.out) / name
+            summaries[name] = _one(job, model, name, chosen, questions, folder, ranks)
+        ranks.stop()
+        if ranks.rank == 0:
+            report(summaries, Path(job.out))
     return 0
 
 

@@ -7,6 +7,7 @@ line break is cut off before anything is appended. Nothing here imports torch.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 from realvr.benchmarks.records import json_line
 from realvr.benchmarks.store import trim
 from realvr.errors import UserError
-from realvr.files import differences, read_json, write_json
+from realvr.files import differences, read_json, write_atomically, write_json
 
 Record = dict[str, Any]
 
@@ -90,10 +91,11 @@ def claim(folder: Path, name: str, settings: dict[str, Any]) -> None:
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """One line per row; the columns are those of all rows, in order of appearance."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    with path.open("w", encoding="utf-8", newline="") as target:
-        writer = csv.DictWriter(target, columns)
-        writer.writeheader()
-        writer.writerows(rows)
+    target = io.StringIO(newline="")
+    writer = csv.DictWriter(target, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, target.getvalue())
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

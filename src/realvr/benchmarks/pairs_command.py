@@ -19,13 +19,16 @@ from realvr.benchmarks.pair_files import Journal, Record, claim, write_csv
 from realvr.benchmarks.pairs import Pair, PairReport, fingerprint, read_pairs, unrelated
 from realvr.benchmarks.tables import wide_console
 from realvr.errors import UserError
-from realvr.files import write_json
+from realvr.files import write_atomically, write_json
+from realvr.runlock import hold
 
 if TYPE_CHECKING:
     from realvr.benchmarks.model_responder import ModelResponder
 
 Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL", help_behavior_hint="(required)")]
 Data = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DATA", help_behavior_hint="(required)")]
+
+USUAL_KS = (1, 2, 4, 8)
 
 
 def counterfactual(
@@ -44,6 +47,7 @@ def counterfactual(
     max_tokens: int | None = None,
     device: str | None = None,
     dtype: str | None = None,
+    take_over: bool = False,
 ) -> int:
     """Ask a model about original and edited pictures and count how its answers follow the edit.
 
@@ -71,6 +75,7 @@ def counterfactual(
         max_tokens: Most visual tokens per image (families with variable grids); by default those of its training.
         device: cpu, cuda, cuda:1, …; by default the GPU where there is one.
         dtype: float32, bfloat16, float16; by default the checkpoint's own.
+        take_over: Take OUT from a run on another machine that is gone for certain.
     """
     _check(batch=batch)
     _check_policy(policy)
@@ -81,26 +86,29 @@ def counterfactual(
             raise UserError(f"--{name} is empty: name at least one")
     pairs, found = read_pairs(data, limit)
     _tell(found)
-    responder = _responder(model, max_new, min_tokens, max_tokens, device, dtype)
-    count = _latents(model, responder, latents)
-    settings = _settings(responder, data, pairs, found, count, policy, limit)
-    claim(out, "counterfactual_settings.json", settings)
-    from realvr.benchmarks.counterfactual import PairOptions, ask_all
-    from realvr.benchmarks.distances import measure_all
+    with hold(out, "counterfactual", take_over):
+        responder = _responder(model, max_new, min_tokens, max_tokens, device, dtype)
+        count = _latents(model, responder, latents)
+        settings = _settings(responder, data, pairs, found, count, policy, limit)
+        claim(out, "counterfactual_settings.json", settings)
+        from realvr.benchmarks.counterfactual import PairOptions, ask_all
+        from realvr.benchmarks.distances import measure_all
 
-    answers = Journal(out / "counterfactual.jsonl", counterfactual_summary.record_key)
-    moved = Journal(out / "distances.jsonl", lambda record: record["pair"])
-    options = PairOptions(count, tuple(protocol), tuple(first_span), policy, batch)
-    with _progress("pairs", len(pairs)) as advance:
-        ask_all(responder, pairs, answers, options, advance)
-    if distances:
-        with _progress("distances", len(pairs)) as advance:
-            measure_all(responder.backbone, pairs, unrelated(pairs), moved, count, batch, advance)
-    kept = {pair.id for pair in pairs}
-    summary = counterfactual_summary.summarise_pairs(_of(answers, kept), _of(moved, kept))
-    report = counterfactual_summary.report(summary, model)
-    _write(out, "counterfactual", summary | {"settings": settings}, report, counterfactual_summary.csv_rows(summary))
-    _show(counterfactual_summary.HEADER, counterfactual_summary.table_rows(summary), model, out)
+        answers = Journal(out / "counterfactual.jsonl", counterfactual_summary.record_key)
+        moved = Journal(out / "distances.jsonl", lambda record: record["pair"])
+        options = PairOptions(count, tuple(protocol), tuple(first_span), policy, batch)
+        with _progress("pairs", len(pairs)) as advance:
+            ask_all(responder, pairs, answers, options, advance)
+        if distances:
+            with _progress("distances", len(pairs)) as advance:
+                measure_all(responder.backbone, pairs, unrelated(pairs), moved, count, batch, advance)
+        kept = {pair.id for pair in pairs}
+        summary = counterfactual_summary.summarise_pairs(_of(answers, kept), _of(moved, kept))
+        report = counterfactual_summary.report(summary, model)
+        _write(
+            out, "counterfactual", summary | {"settings": settings}, report, counterfactual_summary.csv_rows(summary)
+        )
+        _show(counterfactual_summary.HEADER, counterfactual_summary.table_rows(summary), model, out)
     return 0
 
 
@@ -108,7 +116,7 @@ def exchange(
     model: Model,
     data: Data,
     out: Path,
-    k: str = "1,2,4,8",
+    k: str | None = None,
     seeds: int = 3,
     limit: int | None = None,
     latents: int | None = None,
@@ -120,6 +128,7 @@ def exchange(
     max_tokens: int | None = None,
     device: str | None = None,
     dtype: str | None = None,
+    take_over: bool = False,
 ) -> int:
     """Swap latents between the two views of a pair and see whether the answer follows them.
 
@@ -134,7 +143,8 @@ def exchange(
         model: Directory of a checkpoint that was trained with latent slots, a hub id, or mini (packaged).
         data: File or folder with pairs: samples that share `pair`, with tags view and edit.
         out: Folder for records and tables.
-        k: How many positions are replaced, separated by commas; the whole span is always replaced as well.
+        k: How many positions are replaced, separated by commas; by default those of 1,2,4,8 that the span has. The
+            whole span is always replaced as well.
         seeds: Random selections of positions for each k.
         limit: At most so many pairs of each edit, before those with an unchanged answer are left out.
         latents: Number of latent slots K; by default the checkpoint's.
@@ -146,40 +156,50 @@ def exchange(
         max_tokens: Most visual tokens per image (families with variable grids); by default those of its training.
         device: cpu, cuda, cuda:1, …; by default the GPU where there is one.
         dtype: float32, bfloat16, float16; by default the checkpoint's own.
+        take_over: Take OUT from a run on another machine that is gone for certain.
     """
     _check(batch=batch, rows=rows, seeds=seeds)
     _check_policy(policy)
-    ks = parse_ks(k)
+    asked = None if k is None else parse_ks(k)
     pairs, found = read_pairs(data, limit)
     _tell(found)
     changed = [pair for pair in pairs if pair.changed]
     if not changed:
         raise UserError(f"{data}: the right answer changes in none of its {len(pairs)} pairs; there is nothing to swap")
-    responder = _responder(model, max_new, min_tokens, max_tokens, device, dtype)
-    count = _explicit(model, responder, latents)
-    if responder.latents == 0 or count < 1:
-        raise UserError(
-            f"{model} has no trained latent span (K = {min(count, responder.latents)}), so there is nothing to swap: "
-            "train Stage 1 first (realvr train sft), and do not ask for --latents 0"
-        )
-    if any(one > count for one in ks):
-        _note(f"k = {', '.join(str(one) for one in ks if one > count)} is more than the K = {count} slots: left out")
-    from realvr.benchmarks.exchange import ExchangeOptions, exchange_all
+    with hold(out, "exchange", take_over):
+        responder = _responder(model, max_new, min_tokens, max_tokens, device, dtype)
+        count = _explicit(model, responder, latents)
+        if responder.latents == 0 or count < 1:
+            raise UserError(
+                f"{model} has no trained latent span (K = {min(count, responder.latents)}), so there is nothing to "
+                "swap: train Stage 1 first (realvr train sft), and do not ask for --latents 0"
+            )
+        ks = _positions(asked, count)
+        from realvr.benchmarks.exchange import ExchangeOptions, exchange_all
 
-    options = ExchangeOptions(count, ks, seeds, policy, responder.sampling, batch, rows)
-    settings = _settings(responder, data, pairs, found, count, policy, limit) | {"k": list(ks), "seeds": seeds}
-    claim(out, "exchange_settings.json", settings)
-    journal = Journal(out / "exchange.jsonl", exchange_summary.record_key)
-    with _progress("pairs", len(changed)) as advance:
-        exchange_all(responder.backbone, changed, unrelated(changed), journal, options, advance)
-    summary = exchange_summary.summarise_exchange(journal.records)
-    report = exchange_summary.report(summary, model)
-    _write(out, "exchange", summary | {"settings": settings}, report, exchange_summary.csv_rows(summary))
-    _show(exchange_summary.HEADER, exchange_summary.table_rows(summary), model, out)
+        options = ExchangeOptions(count, ks, seeds, policy, responder.sampling, batch, rows)
+        settings = _settings(responder, data, pairs, found, count, policy, limit) | {"k": list(ks), "seeds": seeds}
+        claim(out, "exchange_settings.json", settings)
+        journal = Journal(out / "exchange.jsonl", exchange_summary.record_key)
+        with _progress("pairs", len(changed)) as advance:
+            exchange_all(responder.backbone, changed, unrelated(changed), journal, options, advance)
+        summary = exchange_summary.summarise_exchange(journal.records)
+        report = exchange_summary.report(summary, model)
+        _write(out, "exchange", summary | {"settings": settings}, report, exchange_summary.csv_rows(summary))
+        _show(exchange_summary.HEADER, exchange_summary.table_rows(summary), model, out)
     return 0
 
 
 # ---------------------------------------------------------------------- shared by both
+
+
+def _positions(asked: tuple[int, ...] | None, latents: int) -> tuple[int, ...]:
+    """How many positions are replaced: what was asked for, or those of the usual that a span of K slots has."""
+    if asked is None:
+        return tuple(k for k in USUAL_KS if k <= latents)
+    if asked[-1] > latents:
+        raise UserError(f"--k asks for {asked[-1]} positions, but the span has K = {latents} slots: leave it out")
+    return asked
 
 
 def parse_ks(text: str) -> tuple[int, ...]:
@@ -288,7 +308,7 @@ def _of(journal: Journal, pairs: set[str]) -> list[Record]:
 
 def _write(out: Path, name: str, summary: dict[str, Any], report: str, rows: Sequence[dict[str, Any]]) -> None:
     write_json(out / f"{name}.json", summary)
-    (out / f"{name}.md").write_text(report, encoding="utf-8")
+    write_atomically(out / f"{name}.md", report)
     write_csv(out / f"{name}.csv", rows)
 
 

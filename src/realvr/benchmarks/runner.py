@@ -10,6 +10,7 @@ whole.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,11 @@ from realvr.benchmarks.questions import Questions
 from realvr.benchmarks.records import Condition, Prediction
 from realvr.benchmarks.responder import Plan, Reply, Responder
 from realvr.benchmarks.score_command import summarise_run
-from realvr.benchmarks.store import Key, Lock, Store, merge
+from realvr.benchmarks.store import Key, Store, merge
 from realvr.benchmarks.summary_files import write_summary
 from realvr.data.sample import Sample
 from realvr.errors import UserError
+from realvr.runlock import hold
 
 EXCHANGED: tuple[Condition, ...] = ("mean", "other")
 
@@ -123,15 +125,13 @@ def evaluate(
     directory = Path(out)
     _check(benches, settings, batch)
     chosen = budgets(settings, responder.latents)
-    lock = None
-    if ranks.rank == 0:
-        lock = _open(directory)
-        record = _record(responder, benches, settings, chosen, notes or {})
-        record |= {"versions": dict(versions or {}), "run": {"batch": batch, "processes": ranks.world}}
-        claim(directory, record)
-        merge(directory)
-    ranks.barrier()
-    try:
+    with hold(directory, "eval") if ranks.rank == 0 else nullcontext():
+        if ranks.rank == 0:
+            record = _record(responder, benches, settings, chosen, notes or {})
+            record |= {"versions": dict(versions or {}), "run": {"batch": batch, "processes": ranks.world}}
+            claim(directory, record)
+            merge(directory)
+        ranks.barrier()
         run = Run(responder, benches, directory, settings, chosen, batch, ranks)
         run.all()
         ranks.barrier()
@@ -141,9 +141,6 @@ def evaluate(
         summary = summarise_run(directory)
         write_summary(directory, summary)
         return summary
-    finally:
-        if lock is not None:
-            lock.release()
 
 
 def _alone(item: Asked) -> Asked:
@@ -161,14 +158,6 @@ def _check(benches: Sequence[Questions], settings: EvalSettings, batch: int) -> 
         raise UserError(f"'{settings.policy}' is not an extraction policy; there are {', '.join(POLICIES)}")
     if batch < 1:
         raise UserError(f"--batch is {batch}: at least one question must be asked at a time")
-
-
-def _open(directory: Path) -> Lock:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        return Lock(directory)
-    except OSError as error:
-        raise UserError(f"{directory}: cannot be written ({error.strerror or error})") from None
 
 
 def _record(

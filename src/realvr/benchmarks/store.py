@@ -7,7 +7,6 @@ torch.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,7 +19,6 @@ from realvr.files import write_atomically
 Key = tuple[str, str, str, int, int]
 """(bench, question, condition, latents, seed), see `Prediction.key`."""
 _PARTS = "predictions.rank*.jsonl"
-_LOCK = ".lock"
 
 
 def trim(path: Path) -> None:
@@ -96,22 +94,4 @@ class Store:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
-
-
-class Lock:
-    """Keeps two evaluations out of one directory. Released when the process ends, however it ends."""
-
-    def __init__(self, directory: Path) -> None:
-        self._file = (directory / _LOCK).open("w")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            raise UserError(f"{directory}: another evaluation is writing to this directory") from None
-        except OSError:
-            pass  # a file system without locks: the user has to keep two runs apart
-
-    def release(self) -> None:
-        """Let others in."""
         self._file.close()

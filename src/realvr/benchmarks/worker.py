@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-from realvr.errors import UserError
+from realvr.cli import guarded
 
 
 def _end_with(parent: int) -> None:
@@ -23,13 +23,14 @@ def main(text: str) -> int:
     from realvr.benchmarks.eval_command import Job, run
 
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    try:
-        return run(Job(**json.loads(text)))
-    except UserError as error:
-        print(f"realvr: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+
+    def work() -> int:
+        try:
+            return run(Job(**json.loads(text)))
+        except KeyboardInterrupt:
+            return 130  # the process that started this one says it
+
+    return guarded(work)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ def demo(
     seed: int = 0,
     steps: int | None = None,
     workers: int | None = None,
+    take_over: bool = False,
 ) -> int:
     """Train, evaluate and compare small models of the paper's methods on this machine, in about five minutes.
 
@@ -45,6 +46,7 @@ def demo(
         seed: Seed of the pictures, of the order of the data and of the trainings.
         steps: Steps of LVR-RL and ReaLVR; by default 100, with --quick 4.
         workers: Processes, one core each; by default as many as there are cores, at most 4.
+        take_over: Take OUT from a demo on another machine that is gone for certain.
     """
     settings = _settings(quick, seed, steps)
     if workers is not None and workers < 1:
@@ -53,7 +55,7 @@ def demo(
     count = workers or min(_cores(), 4)
     try:
         with _sigterm_stops():
-            return _run(Path(out), settings, count)
+            return _run(Path(out), settings, count, take_over)
     except KeyboardInterrupt:
         print(f"realvr: stopped; what was done is kept in {out}, and the same command goes on", file=sys.stderr)
         return INTERRUPTED
@@ -93,7 +95,7 @@ class _sigterm_stops:
         raise KeyboardInterrupt
 
 
-def _run(out: Path, settings: DemoSettings, workers: int) -> int:
+def _run(out: Path, settings: DemoSettings, workers: int, take_over: bool) -> int:
     from realvr.demo.display import Display, clock
     from realvr.demo.files import claim, is_done
     from realvr.demo.summary import collect, index, table
@@ -102,13 +104,13 @@ def _run(out: Path, settings: DemoSettings, workers: int) -> int:
 
     console = Console(stderr=True, soft_wrap=True)
     begun = time.monotonic()
-    with claim(out, settings) as lock:
+    with claim(out, settings, take_over):
         steps = steps_of(settings)
         done = {step.name for step in steps if is_done(out, step)}
         if done:
             console.print(f"{out}: {len(done)} of {len(steps)} steps were done before", highlight=False, markup=False)
         with Display(out, steps, done, workers, console) as display:
-            run_steps(out, steps, workers, lock, display)
+            run_steps(out, steps, workers, display)
         summary = collect(out, settings)
         write_json(out / "summary.json", summary)
         write_json(out / "demo.json", index(summary))

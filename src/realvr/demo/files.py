@@ -2,56 +2,38 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from realvr import models
+from realvr import models, runlock
 from realvr.demo.plan import DemoSettings, Step
 from realvr.demo.steps import mark
 from realvr.errors import UserError
 from realvr.files import differences, read_json, write_json
 
 SETTINGS = "demo_settings.json"
-_LOCK = ".lock"
-_PATIENCE = 5.0  # seconds in which processes of a demo that was just killed notice and end
 
 
-def claim(folder: Path, settings: DemoSettings) -> IO[str]:
-    """Make the folder this demo's; returns its lock, open. A folder of something else is refused and left alone."""
+@contextmanager
+def claim(folder: Path, settings: DemoSettings, take_over: bool = False) -> Iterator[None]:
+    """Keep the folder for this demo. A folder of something else is refused and left alone."""
     note = folder / SETTINGS
     record = {"settings": asdict(settings), "models": {name: models.fingerprint(name) for name in models.NAMES}}
     record = json.loads(json.dumps(record))
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: give --out a folder")
-    if folder.is_dir() and not note.exists() and any(path.name != _LOCK for path in folder.iterdir()):
+    if folder.is_dir() and not note.exists() and any(path.name != runlock.NAME for path in folder.iterdir()):
         raise UserError(f"{folder} is not empty and holds no demo: give --out another folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / _LOCK).open("w")
-        _wait(lock, folder)
+    with runlock.hold(folder, "demo", take_over):
         if note.exists():
             _refuse_other(folder, read_json(note), record)
         else:
             write_json(note, record)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror or error}); give --out another folder") from None
-    return lock
-
-
-def _wait(lock: IO[str], folder: Path) -> None:
-    deadline = time.monotonic() + _PATIENCE
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise UserError(f"{folder}: another demo is running there; wait for it, or give --out") from None
-            time.sleep(0.1)
+        yield
 
 
 def _refuse_other(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:

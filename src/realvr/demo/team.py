@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from realvr.demo.files import is_done, set_done
 from realvr.demo.plan import Step
@@ -40,9 +40,9 @@ class Watcher:
 
 
 class Worker:
-    """One process, idle or with a step. It shares the lock of the demo's folder until it ends."""
+    """One process, idle or with a step."""
 
-    def __init__(self, folder: Path, number: int, lock: IO[str]) -> None:
+    def __init__(self, folder: Path, number: int) -> None:
         self.log = folder / "logs" / f"process-{number}.log"
         self.log.parent.mkdir(exist_ok=True)
         self.step: Step | None = None
@@ -53,7 +53,6 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                pass_fds=(lock.fileno(),),
                 start_new_session=True,  # Ctrl-C is for the demo, which lets its processes save first
                 env=os.environ | ENVIRONMENT,
             )
@@ -86,7 +85,7 @@ class Worker:
         return {"ok": False, "error": f"a process of the demo ended ({what})", "internal": True}
 
 
-def run_steps(folder: Path, steps: Sequence[Step], workers: int, lock: IO[str], watcher: Watcher | None = None) -> None:
+def run_steps(folder: Path, steps: Sequence[Step], workers: int, watcher: Watcher | None = None) -> None:
     """Do the steps that are not complete, at most ``workers`` at a time; returns when all are."""
     watcher = watcher or Watcher()
     done = {step.name for step in steps if is_done(folder, step)}
@@ -94,7 +93,7 @@ def run_steps(folder: Path, steps: Sequence[Step], workers: int, lock: IO[str], 
     team: list[Worker] = []
     try:
         while waiting or any(worker.step for worker in team):
-            _hand_out(folder, team, waiting, done, workers, lock, watcher)
+            _hand_out(folder, team, waiting, done, workers, watcher)
             for worker in _ready(team):
                 step, outcome = worker.step, worker.outcome()
                 assert step is not None
@@ -115,7 +114,6 @@ def _hand_out(
     waiting: list[Step],
     done: set[str],
     workers: int,
-    lock: IO[str],
     watcher: Watcher,
 ) -> None:
     for step in [step for step in waiting if done.issuperset(step.needs)]:
@@ -123,7 +121,7 @@ def _hand_out(
         if idle is None:
             if len(team) == workers:
                 return
-            idle = Worker(folder, len(team) + 1, lock)
+            idle = Worker(folder, len(team) + 1)
             team.append(idle)
         waiting.remove(step)
         idle.give(step)

@@ -20,7 +20,7 @@ from typing import IO, Any
 from realvr.demo.files import read_settings
 from realvr.demo.plan import DemoSettings, Step, steps_of
 from realvr.demo.steps import Interrupted, perform
-from realvr.errors import UserError
+from realvr.errors import explained
 
 
 def main(folder: str) -> int:
@@ -63,11 +63,12 @@ def _do(step: Step, settings: DemoSettings) -> dict[str, Any]:
         outcome: dict[str, Any] = {"ok": True}
     except Interrupted:
         outcome = {"ok": False, "stopped": True}
-    except UserError as error:
-        outcome = {"ok": False, "error": str(error)}
     except Exception as error:  # said in one line by the demo; the log has the rest
-        traceback.print_exc()
-        outcome = {"ok": False, "error": f"{type(error).__name__}: {error}", "internal": True}
+        found = explained(error)
+        if found is None:
+            traceback.print_exc()
+        text = f"{type(error).__name__}: {error}" if found is None else str(found)
+        outcome = {"ok": False, "error": text, "internal": found is None}
     seconds, used = time.monotonic() - begun, time.process_time() - cpu
     return {"step": step.name, **outcome, "seconds": round(seconds, 2), "cpu_seconds": round(used, 2)}
 

@@ -7,18 +7,21 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
-from realvr.errors import UserError
+from realvr.errors import UserError, explained
+from realvr.runlock import hold
 from realvr.training.configuration import load_settings, show_help
 
 _EXAMPLES = """\
-usage: realvr train {kind} CONFIG [--dry-run] [--resume auto|never|PATH] [--SETTING VALUE ...]
+usage: realvr train {kind} CONFIG [--dry-run] [--take-over] [--resume auto|never|PATH] [--SETTING VALUE ...]
 
 {summary}
 
 CONFIG is a YAML file (configs/ holds the paper's). Every setting can be changed by a dotted flag; all are listed below.
 --dry-run builds one batch, prints its shapes and a memory estimate, and trains nothing.
 --resume is short for --checkpoint.resume.
+--take-over takes run.out from a run on another machine that is gone for certain.
 Several GPUs: accelerate launch --num-processes 8 -m realvr train {kind} CONFIG
 
 Examples:
@@ -50,24 +53,28 @@ def _train(kind: str, args: Sequence[str], summary: str) -> int:
         return 0
     if not rest or rest[0].startswith("-"):
         raise UserError(f"give a settings file first: realvr train {kind} CONFIG (--help explains)")
-    config, dry, flags = rest[0], "--dry-run" in rest, [flag for flag in rest[1:] if flag != "--dry-run"]
-    flags = [_resume(flag) for flag in flags]
+    config, dry, take_over = rest[0], "--dry-run" in rest, "--take-over" in rest
+    flags = [_resume(flag) for flag in rest[1:] if flag not in ("--dry-run", "--take-over")]
     settings = load_settings(kind, config, flags)
 
     from realvr.training import loop
     from realvr.training.engine import Engine
 
     engine = Engine()
+    # Before the model is read: a folder that another run writes should not cost minutes.
+    held = hold(settings.run.out, f"train {kind}", take_over) if engine.main and not dry else nullcontext()
     try:
-        engine.seed(settings.run.seed)
-        stage = importlib.import_module(f"realvr.training.{kind}")
-        run = loop.dry_run if dry else loop.train
-        code = run(stage.build_task(settings, engine), settings, engine)
-    except UserError as error:
-        if engine.world == 1:
+        with held:
+            engine.seed(settings.run.seed)
+            stage = importlib.import_module(f"realvr.training.{kind}")
+            run = loop.dry_run if dry else loop.train
+            code = run(stage.build_task(settings, engine), settings, engine)
+    except Exception as error:
+        found = explained(error)
+        if engine.world == 1 or found is None:
             raise
         # The other ranks may be waiting for this one: leave without them, and the launcher ends them.
-        print(f"realvr: error: {error}" if engine.main else f"rank {engine.rank}: {error}", file=sys.stderr, flush=True)
+        print(f"realvr: error: {found}" if engine.main else f"rank {engine.rank}: {found}", file=sys.stderr, flush=True)
         os._exit(2)
     return engine.exit(code)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from realvr.errors import UserError
 from realvr.files import sync
+from realvr.runlock import hold
 from realvr.training import configuration, memory, tracking
 from realvr.training.checkpoints import Checkpoints, Progress
 from realvr.training.engine import Engine
@@ -33,6 +34,11 @@ from realvr.training.tracking import Tracker
 
 def train(task: Task, settings: TrainSettings, engine: Engine) -> int:
     """Train to the end, or until Ctrl-C; returns the exit code. Every rank calls it."""
+    with hold(settings.run.out, f"train {_kind(settings)}") if engine.main else nullcontext():
+        return _train(task, settings, engine)
+
+
+def _train(task: Task, settings: TrainSettings, engine: Engine) -> int:
     out = settings.run.out
     engine.prepare(task.module, settings.optim)
     memory.refuse_too_large(engine.module, settings.optim, engine.device)
@@ -59,9 +65,20 @@ def train(task: Task, settings: TrainSettings, engine: Engine) -> int:
             if stop:
                 tracker.note(f"stopped after step {progress.step}; the same command continues from {saved}")
                 return INTERRUPTED
+        _refuse_untrained(progress, out)
         export(task, settings, engine, tracker.last)
         tracker.note(f"done: {out / 'final'}")
     return 0
+
+
+def _refuse_untrained(progress: Progress, out: Path) -> None:
+    """A run that never updated its model has not trained it, whatever its number of steps."""
+    if progress.step and progress.skipped >= progress.step:
+        raise UserError(
+            f"every one of the {progress.step} steps was skipped, because the loss or its gradient was not finite: "
+            f"nothing was trained, and no final model is written. Look at the examples named above (rewards, weights, "
+            f"optim.lr), then start again in another run.out or without {out / 'checkpoints'}"
+        )
 
 
 @dataclass

@@ -18,10 +18,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from realvr import runlock
 from realvr.data.export import write
 from realvr.data.reading import read
 from realvr.data.sample import Sample
 from realvr.errors import UserError
+from realvr.files import write_atomically
 from realvr.world.benchmarks import Resize
 from realvr.world.items import Item
 from realvr.world.questions import Withheld
@@ -85,18 +87,16 @@ def _claim(folder: Path, recipe: Recipe) -> None:
     text = json.dumps(asdict(recipe), indent=2) + "\n"
     if note.exists() and note.read_text(encoding="utf-8") != text:
         raise UserError(f"{folder} holds the split made another way (see {note}); name another folder or remove it")
-    if not note.exists() and folder.exists() and any(folder.iterdir()):
+    if not note.exists() and any(not path.name.startswith(runlock.NAME) for path in folder.iterdir()):
         raise UserError(f"{folder} is not empty and not one of ours; name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    note.write_text(text, encoding="utf-8")
+    write_atomically(note, text)
 
 
 def _forget(folder: Path) -> None:
     """Take back a claim that came to nothing, so that the same folder can be used with other settings."""
-    left = list(folder.iterdir()) if folder.is_dir() else []
+    left = [path for path in folder.iterdir() if not path.name.startswith(runlock.NAME)]
     if [path.name for path in left] == ["recipe.json"]:
         left[0].unlink()
-        folder.rmdir()
 
 
 def _counted(found: Iterator[Sample], progress: Progress, title: str, total: int | None) -> Iterator[Sample]:
@@ -136,6 +136,7 @@ def make(
     resize_pixels: int | None = None,
     patch: int | None = None,
     workers: int = 2,
+    take_over: bool = False,
 ) -> int:
     """Write splits of the embedded world under OUT, each in a folder of its own, in the layout of the real data.
 
@@ -157,6 +158,7 @@ def make(
         resize_pixels: Pixels that a model shrinks a large image to (hrbench: decides what is visible).
         patch: Side in pixels of what one visual token covers after that.
         workers: Processes.
+        take_over: Take a folder from a run on another machine that is gone for certain.
     """
     console = Console(stderr=True)
     names = list(SPLITS) if tuple(split) in ((), ("all",)) else list(split)
@@ -168,14 +170,15 @@ def make(
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         for recipe in recipes:
             folder = Path(out) / recipe.split
-            try:
-                _claim(folder, recipe)
-                rows, files = _write(recipe, folder, format, workers, progress)
-            except UserError:
-                _forget(folder)
-                raise
-            except OSError as error:
-                raise UserError(f"{folder}: cannot be written ({error.strerror or error})") from None
+            with runlock.hold(folder, "world make", take_over):
+                try:
+                    _claim(folder, recipe)
+                    rows, files = _write(recipe, folder, format, workers, progress)
+                except UserError:
+                    _forget(folder)
+                    raise
+                except OSError as error:
+                    raise UserError(f"{folder}: cannot be written ({error.strerror or error})") from None
             table.add_row(recipe.split, f"{rows:,}", ", ".join(str(file.relative_to(out)) for file in files))
     console.print(table)
     return 0
