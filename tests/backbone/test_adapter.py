@@ -236,7 +236,7 @@ def random_prompts(backbone: Backbone, rows: list[Any]) -> list[Prompt]:
         for height, width, after in images:
             grid = Grid(height, width, merge=2)
             ids += [backbone.image_id] * grid.tokens + [7] * after
-            inputs.append(ImageInput(torch.empty(0), grid, f"{height}x{width}"))
+            inputs.append(ImageInput(torch.empty(0), grid, f"{height}x{width}", ""))
         prompts.append(Prompt(torch.tensor(ids), tuple(inputs)))
     return prompts
 

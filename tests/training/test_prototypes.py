@@ -9,14 +9,14 @@ from torch import Tensor
 
 from realvr.backbone.backbone import VisualTokens
 from realvr.backbone.types import Grid, ImageInput, Prompt
-from realvr.data.sample import Box, Sample
-from realvr.training.evidence import NegativeBank, Prototype, draw, image_keys, pad, prototypes
+from realvr.data.sample import Box, ImageRef, Sample
+from realvr.training.evidence import NegativeBank, Prototype, draw, pad, pictures_of, prototypes
 
 D = 6
 
 
 def picture(grid: Grid, key: str) -> ImageInput:
-    return ImageInput(torch.zeros(1), grid, key)
+    return ImageInput(torch.zeros(1), grid, f"{key} {grid}", key)
 
 
 def prompt(*images: ImageInput) -> Prompt:
@@ -24,7 +24,8 @@ def prompt(*images: ImageInput) -> Prompt:
 
 
 def sample(*boxes: tuple[int, tuple[float, float, float, float]]) -> Sample:
-    return Sample.ask("s", [], "?", "7", boxes=[Box(image, xyxy) for image, xyxy in boxes])
+    shown = [ImageRef.from_path(f"{i}.png") for i in range(1 + max((image for image, _ in boxes), default=0))]
+    return Sample.ask("s", shown, "?", "7", boxes=[Box(image, xyxy) for image, xyxy in boxes])
 
 
 def seen(*grids: Grid, seed: int = 0, dtype: torch.dtype = torch.float32) -> VisualTokens:
@@ -69,7 +70,7 @@ def test_prototypes_of_a_batch() -> None:
         expected = rows[chosen].sum(0) / (len(chosen) + 1e-6) if chosen else np.zeros(D)
         np.testing.assert_allclose(proto.vector_D.numpy(), expected, rtol=1e-5, atol=1e-6)
         assert proto.vector_D.dtype == torch.float32 and proto.vector_D.device.type == "cpu"
-        assert proto.images == {image.key for image in one.images} == image_keys(one)
+        assert proto.pictures == {image.picture for image in one.images} == pictures_of(one)
 
 
 def test_a_thumbnail_counts_only_without_a_region() -> None:
@@ -156,7 +157,7 @@ def test_draws_do_not_depend_on_the_split() -> None:
     for size in (1, 3, 5):
         apart = []
         for start in range(0, len(BATCH), size):
-            gathered = [Prototype(p.vector_D.clone(), p.images) for p in BATCH]  # what a rank receives
+            gathered = [Prototype(p.vector_D.clone(), p.pictures) for p in BATCH]  # what a rank receives
             apart += [
                 numbers(draw(i, gathered, list(BANK), 4, 7, 5, f"id {i}"))
                 for i in range(start, min(start + size, len(BATCH)))
@@ -189,7 +190,7 @@ def test_the_bank_tops_up() -> None:
 def test_the_bank_forgets_the_oldest() -> None:
     bank = NegativeBank(3)
     bank.add([proto(0), proto(1, zero=True), proto(2)])
-    assert [p.images for p in bank.items] == [{"image 0"}, {"image 2"}], "zero prototypes are not kept"
+    assert [p.pictures for p in bank.items] == [{"image 0"}, {"image 2"}], "zero prototypes are not kept"
     bank.add([proto(3), proto(4)])
     assert numbers([p.vector_D for p in bank.items]) == [2, 3, 4]
     bank.add([proto(i) for i in range(10, 20)])
@@ -212,10 +213,12 @@ def test_the_bank_survives_a_round_trip(count: int) -> None:
     assert state["vectors"].shape[0] == min(count, 4)
     other.load_state_dict(state)
     state["vectors"].zero_()  # what is loaded is its own
-    assert [(int(p.vector_D[0]), p.images) for p in other.items] == [(int(p.vector_D[0]), p.images) for p in bank.items]
+    assert [(int(p.vector_D[0]), p.pictures) for p in other.items] == [
+        (int(p.vector_D[0]), p.pictures) for p in bank.items
+    ]
     for one in (bank, other):
         one.add([proto(50)])
-    assert [p.images for p in other.items] == [p.images for p in bank.items]
+    assert [p.pictures for p in other.items] == [p.pictures for p in bank.items]
     assert numbers(draw(0, BATCH[:1], list(other.items), 3, 0, 0, "a")) == numbers(
         draw(0, BATCH[:1], list(bank.items), 3, 0, 0, "a")
     )

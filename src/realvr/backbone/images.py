@@ -58,6 +58,17 @@ def open_image(source: str | Path | bytes | Image.Image) -> Image.Image:
         raise UserError(f"{name} cannot be read: {_one_line(error)}") from error
 
 
+def picture_hash(image: Image.Image) -> str:
+    """Identity of a picture: SHA-256 of its size and pixels, upright and RGB, as `open_image` decodes it.
+
+    The one answer to "is this the same picture?": neither the file's encoding nor the resizing of a model matters.
+    """
+    rgb = open_image(image)
+    digest = hashlib.sha256(f"{rgb.width}x{rgb.height} RGB\n".encode())
+    digest.update(rgb.tobytes())
+    return digest.hexdigest()
+
+
 def image_name(source: Any) -> str:
     """How an image is named in an error message."""
     if isinstance(source, bytes):
@@ -268,8 +279,11 @@ class ImageProcessor:
     def _tiled(self) -> bool:
         return self.tiles and self.max_tiles > 1
 
-    def __call__(self, image: str | Path | bytes | Image.Image) -> ImageInput:
-        """Process one image: ``pixels`` (patches, C*time*patch*patch) for Qwen, (tiles, 3, H, W) for the others."""
+    def __call__(self, image: str | Path | bytes | Image.Image, picture: str | None = None) -> ImageInput:
+        """Process one image: ``pixels`` (patches, C*time*patch*patch) for Qwen, (tiles, 3, H, W) for the others.
+
+        ``picture`` is its `picture_hash` where that is known already.
+        """
         name, rgb = image_name(image), open_image(image)
         make = self._variable if self.family.variable_grid else self._fixed
         try:
@@ -280,7 +294,7 @@ class ImageProcessor:
         # The grid is part of the key: flat images of different shapes can have equal patches in equal number.
         digest = hashlib.sha256(repr((tuple(pixels.shape), str(pixels.dtype), grid)).encode())
         digest.update(pixels.numpy())
-        return ImageInput(pixels=pixels, grid=grid, key=digest.hexdigest())
+        return ImageInput(pixels, grid, digest.hexdigest(), picture or picture_hash(rgb))
 
     def _variable(self, rgb: Image.Image) -> tuple[Any, Grid]:
         out = self.stock(images=[rgb], size=dict(self._size), return_tensors="pt")

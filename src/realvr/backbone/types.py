@@ -43,6 +43,7 @@ class ImageInput:
     pixels: Tensor
     grid: Grid
     key: str  # content hash: pixels that are equal have equal keys, so that no image is encoded twice in one step
+    picture: str  # `picture_hash` of the image before any resizing: the same picture has it under every budget
 
     @property
     def tokens(self) -> int:

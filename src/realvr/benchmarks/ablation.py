@@ -13,7 +13,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from torch import Tensor
 
-from realvr.benchmarks.questions import image_key, units
+from realvr.benchmarks.questions import units
+from realvr.data.pictures import picture_keys
 from realvr.data.sample import Sample
 
 
@@ -72,10 +73,10 @@ def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
     places = {sample.id: number for number, sample in enumerate(samples)}
     for unit in units(samples):
         join(places[sample.id] for sample in unit)
+    shown = [(number, image) for number, sample in enumerate(samples) for image in sample.images]
     by_image: dict[Hashable, list[int]] = defaultdict(list)
-    for number, sample in enumerate(samples):
-        for image in sample.images:
-            by_image[image_key(image)].append(number)
+    for (number, _), key in zip(shown, picture_keys([image for _, image in shown]), strict=True):
+        by_image[key].append(number)
     for numbers in by_image.values():
         join(numbers)
     found: dict[int, list[Sample]] = defaultdict(list)

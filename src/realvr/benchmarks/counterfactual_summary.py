@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from realvr.benchmarks.pair_files import Record, markdown
-from realvr.benchmarks.pair_numbers import macro, mean, percent, rate
+from realvr.benchmarks.pair_numbers import controls, controls_line, macro, mean, percent, rate
 from realvr.maths.answers import same
 
 RATES = {
@@ -49,16 +49,21 @@ def summarise_pairs(records: Iterable[Record], distances: Iterable[Record] = ())
     """``{"protocols": {name: {"edits": {edit: numbers}, "macro": …, "all": numbers}}, "distances": … or None}``.
 
     ``records`` are lines of counterfactual.jsonl, ``distances`` those of distances.jsonl. Protocols are named
-    ``two-turn/keep``, ``two-turn/drop``, ``two-turn/none`` (a model without a span) and ``separate``.
+    ``two-turn/keep``, ``two-turn/drop``, ``two-turn/none`` (a model without a span) and ``separate``. Beside
+    distances, ``controls`` says how many of the measured pairs lack the unrelated picture, and why.
     """
     by_protocol: dict[str, list[Record]] = {}
     for record in records:
         name = record["protocol"]
         by_protocol.setdefault(name if name == "separate" else f"{name}/{record['first_span']}", []).append(record)
-    return {
+    moved = list(distances)
+    summary = {
         "protocols": {name: _protocol(found) for name, found in by_protocol.items()},
-        "distances": _distances(list(distances)),
+        "distances": _distances(moved),
     }
+    lacking = [record["no_control"] for record in moved if record.get("no_control")]
+    measured = sum(record["error"] is None for record in moved)
+    return summary | ({"controls": controls(measured, lacking)} if moved else {})
 
 
 def _by_edit(records: Sequence[Record]) -> dict[str, list[Record]]:
@@ -183,6 +188,8 @@ def report(summary: dict[str, Any], title: str) -> str:
         names = ["edit", "LVR distance", "to an unrelated image", "final distance", "to an unrelated image"]
         rows = [[edit, *(_distance(row[key]) for key in DISTANCES)] for edit, row in summary["distances"].items()]
         parts += ["## Cosine distances, independent spans\n", markdown(names, rows)]
+    if line := controls_line(summary.get("controls")):
+        parts.append(f"{line}.\n")
     return "\n".join(parts)
 
 

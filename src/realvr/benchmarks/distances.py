@@ -15,7 +15,7 @@ bfloat16 (eight bits) says nothing, so measure in float32 where distances are as
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -33,19 +33,27 @@ from realvr.latent.state import State
 from realvr.training.examples import conversation
 
 ORIGINAL, EDITED, UNRELATED = range(3)
+NO_CANDIDATE = "no other pair shows as many pictures and none of its own"
+CONTROL_FAILED = "the control cannot be read"
+
+
+@dataclass(frozen=True)
+class NoControl:
+    """Why a pair is read without the unrelated view: one of the two reasons above, and what exactly went wrong."""
+
+    reason: str
+    detail: str = ""
 
 
 @dataclass
 class Views:
     """P pairs read in one batch of R rows. Equal prompts share a row, so equal views have the same latents."""
 
-    pairs: list[Pair]
-    controls: list[Pair | None]
-    stride: int
-    """Views of a pair: original, edited and, where there is a control, unrelated."""
+    pairs: list[Pair] = field(default_factory=list)
+    controls: list[Pair | NoControl] = field(default_factory=list)
     prompts: list[Prompt] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    """Row of each view, pair by pair."""
+    rows: list[list[int]] = field(default_factory=list)
+    """Rows of the views of each pair: original, edited and, where the control could be read, unrelated."""
     prompt: State | None = None
     """After the prompts, before the span."""
     after: State | None = None
@@ -54,28 +62,43 @@ class Views:
     errors: list[tuple[Pair, str]] = field(default_factory=list)
     """Pairs that could not be read, and why; they have no rows."""
 
-    def row(self, pair: int, view: int) -> int:
-        """Row of a view of a pair."""
-        return self.rows[self.stride * pair + view]
+    def unrelated(self, pair: int) -> int | None:
+        """Row of a pair's unrelated view, where it has one."""
+        rows = self.rows[pair]
+        return rows[UNRELATED] if len(rows) > UNRELATED else None
+
+    def missing(self) -> list[tuple[Pair, NoControl]]:
+        """Pairs that were read without the unrelated view, and why."""
+        pairs = zip(self.pairs, self.controls, strict=True)
+        return [(pair, control) for pair, control in pairs if isinstance(control, NoControl)]
 
 
 @torch.no_grad()
 def read_views(backbone: Backbone, pairs: Sequence[Pair], controls: Sequence[Pair | None], latents: int) -> Views:
-    """Prefill and free-running span of every view, in one batch; each view is a conversation of its own."""
-    stride = 3 if all(control is not None for control in controls) else 2
-    views = Views([], [], stride)
+    """Prefill and free-running span of every view, in one batch; each view is a conversation of its own.
+
+    A control that is missing or cannot be read costs its own pair the unrelated view, nothing else.
+    """
+    views = Views()
     seen: dict[str, int] = {}
-    for pair, control in zip(pairs, controls, strict=True):
+    for pair, chosen in zip(pairs, controls, strict=True):
         try:
-            prompts = _prompts(backbone, pair, control if stride == 3 else None, latents)
+            prompts = [_prompt(backbone, view, view, latents) for view in pair.views]
         except UserError as error:
             views.errors.append((pair, str(error)))
             continue
+        control: Pair | NoControl = chosen or NoControl(NO_CANDIDATE)
+        if isinstance(control, Pair):
+            try:
+                prompts.append(_prompt(backbone, pair.original, control.original, latents))
+            except UserError as error:
+                control = NoControl(CONTROL_FAILED, f"{control.id}: {error}")
         views.pairs.append(pair)
         views.controls.append(control)
+        views.rows.append([])
         for prompt in prompts:
             row = seen.setdefault(prompt_hash(prompt), len(views.prompts))
-            views.rows.append(row)
+            views.rows[-1].append(row)
             if row == len(views.prompts):
                 views.prompts.append(prompt)
     if views.prompts:
@@ -84,17 +107,14 @@ def read_views(backbone: Backbone, pairs: Sequence[Pair], controls: Sequence[Pai
     return views
 
 
-def _prompts(backbone: Backbone, pair: Pair, control: Pair | None, latents: int) -> list[Prompt]:
-    def encode(sample: Sample, pictures: Sample) -> Prompt:
-        if len(sample.images) != len(pictures.images):
-            raise UserError(f"{sample.id}: {pictures.id} has another number of pictures and cannot be its control")
-        prompt = backbone.prompt(conversation(sample, [backbone.processor(image.open()) for image in pictures.images]))
-        if len(prompt) + latents + 3 > backbone.context_length:  # two markers, and one token to answer with
-            raise UserError(f"{sample.id}: {len(prompt)} tokens leave no room for {latents} latents and an answer")
-        return prompt
-
-    found = [encode(pair.original, pair.original), encode(pair.edited, pair.edited)]
-    return [*found, encode(pair.original, control.original)] if control is not None else found
+def _prompt(backbone: Backbone, sample: Sample, pictures: Sample, latents: int) -> Prompt:
+    """The sample's question about the pictures of another, or of its own."""
+    if len(sample.images) != len(pictures.images):
+        raise UserError(f"{sample.id}: {pictures.id} has another number of pictures and cannot be its control")
+    prompt = backbone.prompt(conversation(sample, [backbone.processor(image.open()) for image in pictures.images]))
+    if len(prompt) + latents + 3 > backbone.context_length:  # two markers, and one token to answer with
+        raise UserError(f"{sample.id}: {len(prompt)} tokens leave no room for {latents} latents and an answer")
+    return prompt
 
 
 def measure_all(
@@ -117,17 +137,15 @@ def measure_all(
 def measure(views: Views) -> list[Record]:
     """One record per pair: the distances from the original to the edited and to the unrelated view."""
     records = [_record(pair, None, error=error) for pair, error in views.errors]
-    for number, (pair, control) in enumerate(zip(views.pairs, views.controls, strict=True)):
+    for pair, control, rows in zip(views.pairs, views.controls, views.rows, strict=True):
         assert views.after is not None and views.latents_RKD is not None
-        rows = [views.row(number, view) for view in range(views.stride)]
-        final = views.after.last_BD[rows]
-        found = {"final": _from_first(final)}
+        found = {"final": _from_first(views.after.last_BD[rows])}
         if views.latents_RKD.shape[1]:
             found["latent"] = _from_first(views.latents_RKD[rows].double().mean(1))
         values = {}
         for name, distances in found.items():
             values[name] = distances[0]
-            if views.stride == 3:
+            if len(distances) > 1:
                 values[f"{name}_unrelated"] = distances[1]
         records.append(_record(pair, control, values))
     return records
@@ -140,7 +158,7 @@ def _from_first(vectors_VD: Tensor) -> list[float]:
 
 
 def _record(
-    pair: Pair, control: Pair | None, values: dict[str, float] | None = None, error: str | None = None
+    pair: Pair, control: Pair | NoControl | None, values: dict[str, float] | None = None, error: str | None = None
 ) -> Record:
     names = ("latent", "latent_unrelated", "final", "final_unrelated")
     return {
@@ -148,6 +166,7 @@ def _record(
         "edit": pair.edit,
         "changed": pair.changed,
         **{name: (values or {}).get(name) for name in names},
-        "unrelated": control.id if control is not None else None,
+        "unrelated": control.id if isinstance(control, Pair) else None,
+        "no_control": asdict(control) if isinstance(control, NoControl) else None,
         "error": error,
     }

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from realvr.backbone.attention import Probe
 from realvr.backbone.backbone import Backbone
-from realvr.benchmarks.distances import EDITED, ORIGINAL, UNRELATED, Views, read_views
+from realvr.benchmarks.distances import EDITED, ORIGINAL, NoControl, Views, read_views
 from realvr.benchmarks.exchange_summary import record_key
 from realvr.benchmarks.extract import extract_answer
 from realvr.benchmarks.model_responder import prompt_hash
@@ -97,7 +97,7 @@ class Recipient:
 
     number: int
     pair: Pair
-    control: Pair | None
+    control: Pair | NoControl
     direction: str
     row: int
     donor: int
@@ -121,21 +121,30 @@ def exchange_all(
         wanted = {
             key
             for pair, control in zip(pairs[chunk], controls[chunk], strict=True)
-            for key in _keys(pair, control, options)
+            for key in _keys(pair, control, options, journal)
         }
-        failed = {pair.id for pair in pairs[chunk] if _error_key(pair) in journal.done}
+        failed = {pair.id for pair in pairs[chunk] if _pair_key(pair, "error") in journal.done}
         if any(key not in journal.done and key[0] not in failed for key in wanted):
             journal.add(exchange_pairs(backbone, pairs[chunk], controls[chunk], options))
         advance(len(pairs[chunk]))
 
 
-def _keys(pair: Pair, control: Pair | None, options: ExchangeOptions) -> list[tuple[Any, ...]]:
-    conditions = options.conditions(control is not None)
-    return [record_key({"pair": pair.id, "direction": d, **asdict(c)}) for d in DIRECTIONS for c in conditions]
+def _keys(pair: Pair, control: Pair | None, options: ExchangeOptions, journal: Journal) -> list[tuple[Any, ...]]:
+    """What the journal must hold of a pair; one without the unrelated view has a record that says so instead."""
+    lacking = _pair_key(pair, "no-control")
+    conditions = options.conditions(control is not None and lacking not in journal.done)
+    found = [record_key({"pair": pair.id, "direction": d, **asdict(c)}) for d in DIRECTIONS for c in conditions]
+    return found if control is not None else [*found, lacking]
 
 
-def _error_key(pair: Pair) -> tuple[Any, ...]:
-    return record_key({"pair": pair.id, "direction": "", **asdict(Condition("error"))})
+def _pair_key(pair: Pair, condition: str) -> tuple[Any, ...]:
+    return record_key(_about_pair(pair, condition, None))
+
+
+def _about_pair(pair: Pair, condition: str, error: str | None, **more: Any) -> Record:
+    """A record about a whole pair: that it could not be read, or that it has no unrelated control."""
+    about = {"pair": pair.id, "edit": pair.edit, "direction": "", **asdict(Condition(condition))}
+    return about | more | {"error": error}
 
 
 @torch.no_grad()
@@ -144,10 +153,8 @@ def exchange_pairs(
 ) -> list[Record]:
     """Records of one batch of pairs with different right answers."""
     views = read_views(backbone, pairs, controls, options.latents)
-    records: list[Record] = [
-        {"pair": pair.id, "edit": pair.edit, "direction": "", **asdict(Condition("error")), "error": error}
-        for pair, error in views.errors
-    ]
+    records = [_about_pair(pair, "error", error) for pair, error in views.errors]
+    records += [_about_pair(pair, "no-control", None, no_control=asdict(why)) for pair, why in views.missing()]
     if not views.pairs:
         return records
     recipients = _recipients(views)
@@ -179,6 +186,7 @@ def exchange_pairs(
 def _recipients(views: Views) -> list[Recipient]:
     found: list[Recipient] = []
     for number, (pair, control) in enumerate(zip(views.pairs, views.controls, strict=True)):
+        rows = views.rows[number]
         for direction, (donor, own) in DIRECTIONS.items():
             found.append(
                 Recipient(
@@ -186,9 +194,9 @@ def _recipients(views: Views) -> list[Recipient]:
                     pair=pair,
                     control=control,
                     direction=direction,
-                    row=views.row(number, own),
-                    donor=views.row(number, donor),
-                    unrelated=views.row(number, UNRELATED) if views.stride == 3 else None,
+                    row=rows[own],
+                    donor=rows[donor],
+                    unrelated=views.unrelated(number),
                     truths=(pair.truths[own], pair.truths[donor]),
                 )
             )
@@ -313,7 +321,7 @@ def _record(
         "margin": donor - own,
         "policy": options.policy,
         "prompt": prompt,
-        "unrelated": recipient.control.id if recipient.control is not None else None,
+        "unrelated": recipient.control.id if isinstance(recipient.control, Pair) else None,
         "finish": answered.completion.finish,
         "new_tokens": len(answered.completion.ids),
         "error": None,

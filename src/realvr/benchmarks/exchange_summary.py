@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from realvr.benchmarks.pair_files import Record, markdown
-from realvr.benchmarks.pair_numbers import mean, rate
+from realvr.benchmarks.pair_numbers import controls, controls_line, mean, rate
 from realvr.maths.answers import same
 
 _Row = tuple[str, str, int]
@@ -28,17 +28,21 @@ def record_key(record: Record) -> tuple[Any, ...]:
 
 
 def summarise_exchange(records: Iterable[Record]) -> dict[str, Any]:
-    """``{"rows": […], "contrast_minus_random": […], "sham": …, "edits": {edit: the first three}, "errors": n}``.
+    """``{"rows": […], "contrast_minus_random": […], "sham": …, "edits": {edit: the first three}, "errors": n,
+    "controls": …}``.
 
     A row has condition, selector, k, answers, donor_frequency, recipient_frequency, parse_coverage, donor_lift (points)
     and margin_shift (nats), the last two as mean, low, high, pairs. Pairs without both shams, as a run in progress may
-    have them, are left out.
+    have them, are left out. ``controls`` says how many of the pairs lack the unrelated donor, and why.
     """
     everything = list(records)
-    good = [record for record in everything if record["condition"] != "error"]
+    good = [record for record in everything if record["condition"] not in ("error", "no-control")]
+    lacking = [record["no_control"] for record in everything if record["condition"] == "no-control"]
     edits = list(dict.fromkeys(record["edit"] for record in good))
     by_edit = {edit: _summary([record for record in good if record["edit"] == edit]) for edit in edits}
-    return {**_summary(good), "edits": by_edit, "errors": len(everything) - len(good)}
+    errors = sum(record["condition"] == "error" for record in everything)
+    found = controls(len({record["pair"] for record in good}), lacking)
+    return {**_summary(good), "edits": by_edit, "errors": errors, "controls": found}
 
 
 def _summary(records: Sequence[Record]) -> dict[str, Any]:
@@ -174,6 +178,8 @@ def report(summary: dict[str, Any], title: str) -> str:
         f"{pairs} pairs, both directions. Lift and shift are differences from the sham, with 95 % bootstrap intervals "
         f"over pairs. {sham['count']} of {sham['of']} shams gave the reply of the unmodified span.\n",
     ]
+    if line := controls_line(summary["controls"]):
+        parts.append(f"{line}.\n")
     between = [
         [str(row["k"]), _signed(row["donor_lift"], 1), _signed(row["margin_shift"], 3)]
         for row in summary["contrast_minus_random"]

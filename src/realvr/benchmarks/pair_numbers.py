@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,3 +64,23 @@ def percent(found: dict[str, Any], counts: bool = True) -> str:
     if found["rate"] is None:
         return "–"
     return f"{100 * found['rate']:.1f}" + (f" ({found['count']})" if counts and "count" in found else "")
+
+
+def controls(pairs: int, missing: Iterable[dict[str, str]]) -> dict[str, Any]:
+    """How many of the pairs that were read lack the unrelated control, by reason, with the first case of each."""
+    reasons: dict[str, dict[str, Any]] = {}
+    for one in missing:
+        found = reasons.setdefault(one["reason"], {"pairs": 0, "first": one["detail"]})
+        found["pairs"] += 1
+    return {"pairs": pairs, "without": sum(found["pairs"] for found in reasons.values()), "reasons": reasons}
+
+
+def controls_line(found: dict[str, Any] | None) -> str | None:
+    """A sentence about the pairs without a control; None where there is none."""
+    if not found or not found["without"]:
+        return None
+    reasons = [
+        f"{one['pairs']} because {reason}" + (f" (first: {one['first']})" if one["first"] else "")
+        for reason, one in found["reasons"].items()
+    ]
+    return f"{found['without']} of {found['pairs']} pairs have no unrelated control: {'; '.join(reasons)}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from realvr.benchmarks.questions import image_key
+from realvr.data.pictures import picture_keys
 from realvr.data.readers.base import ReadOptions
 from realvr.data.reading import Report, read
 from realvr.data.sample import Sample
@@ -188,7 +188,8 @@ def unrelated(pairs: Sequence[Pair]) -> list[Pair | None]:
     """For each pair another one, whose picture serves as the unrelated control: the first, from half way round the list
     on, that shows as many pictures and none of its own (data may edit one scene in several ways). None where there is
     none."""
-    keys = [{image_key(image) for view in pair.views for image in view.images} for pair in pairs]
+    known = iter(picture_keys([image for pair in pairs for view in pair.views for image in view.images]))
+    keys = [{next(known) for view in pair.views for _ in view.images} for pair in pairs]
     return [_control(pairs, keys, index) for index in range(len(pairs))]
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from realvr.benchmarks import counterfactual_summary, exchange_summary
 from realvr.benchmarks.extract import POLICIES
 from realvr.benchmarks.pair_files import Journal, Record, claim, write_csv
+from realvr.benchmarks.pair_numbers import controls_line
 from realvr.benchmarks.pairs import Pair, PairReport, fingerprint, read_pairs, unrelated
 from realvr.benchmarks.tables import wide_console
 from realvr.errors import UserError
@@ -109,6 +110,7 @@ def counterfactual(
             out, "counterfactual", summary | {"settings": settings}, report, counterfactual_summary.csv_rows(summary)
         )
         _show(counterfactual_summary.HEADER, counterfactual_summary.table_rows(summary), model, out)
+        _tell_controls(summary)
     return 0
 
 
@@ -187,6 +189,7 @@ def exchange(
         report = exchange_summary.report(summary, model)
         _write(out, "exchange", summary | {"settings": settings}, report, exchange_summary.csv_rows(summary))
         _show(exchange_summary.HEADER, exchange_summary.table_rows(summary), model, out)
+        _tell_controls(summary)
     return 0
 
 
@@ -230,6 +233,11 @@ def _note(text: str) -> None:
 
 def _tell(found: PairReport) -> None:
     for line in found.lines():
+        _note(line)
+
+
+def _tell_controls(summary: dict[str, Any]) -> None:
+    if line := controls_line(summary.get("controls")):
         _note(line)
 
 

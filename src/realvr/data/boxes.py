@@ -10,15 +10,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from realvr.backbone.types import Grid
-from realvr.data.sample import Box
+from realvr.data.sample import Box, Sample
+from realvr.errors import UserError
 
 XYXY = tuple[float, float, float, float]
 Mask = NDArray[np.float32]
+
+
+def unshown_box(sample: Sample) -> str | None:
+    """A sentence about the first box on an image that no turn shows, for which no visual token stands; else None."""
+    shown = set(sample.shown)
+    for number, box in enumerate(sample.boxes, 1):
+        if box.image not in shown:
+            name = f" ({sample.images[box.image].id})" if 0 <= box.image < len(sample.images) else ""
+            return f"box {number} is on image {box.image}{name}, which no turn shows: show it, or remove the box"
+    return None
+
+
+def prompt_boxes(sample: Sample) -> list[Box]:
+    """The sample's boxes, their ``image`` counted as the prompt shows the images: the order of the visual tokens.
+
+    An image that is shown twice counts where it is shown last: there the model has read what comes before. A box on an
+    image that is never shown is an error; readers and training drop and count such rows.
+    """
+    if (problem := unshown_box(sample)) is not None:
+        raise UserError(f"{sample.source or sample.id}: {problem}")
+    place = {index: position for position, index in enumerate(sample.shown)}  # the last position of each
+    return [replace(box, image=place[box.image]) for box in sample.boxes]
 
 
 def clip_box(xyxy: Sequence[float]) -> XYXY | None:
@@ -95,7 +119,10 @@ def target_tokens(boxes: Sequence[Sequence[float]], grid: Grid) -> NDArray[np.in
 
 
 def evidence_masks(boxes: Sequence[Box], grids: Sequence[Grid], fractional: bool = False) -> list[Mask]:
-    """One mask per image. Without any box of positive area every token of every image counts, thumbnails included."""
+    """One mask per image of a prompt, for `prompt_boxes`.
+
+    Without any box of positive area every token of every image counts, thumbnails included.
+    """
     masks = [
         token_mask([box.xyxy for box in boxes if box.image == index], grid, fractional)
         for index, grid in enumerate(grids)

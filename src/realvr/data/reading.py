@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from realvr.data import reasons
+from realvr.data.boxes import unshown_box
 from realvr.data.detect import detect, files_of, format_named
 from realvr.data.image_file import ImageError
 from realvr.data.readers.base import Context, Format, ReadOptions, Row
@@ -117,6 +118,8 @@ class _Reading:
                 raise row.error
             sample = self.fmt.parse(row.data, ctx)
             sample = self._unique(replace(sample, id=row.prefix + sample.id), ctx)
+            if (problem := unshown_box(sample)) is not None:
+                raise BadRow(reasons.BOX_NOT_SHOWN, problem)
             for image in sample.images:
                 self._check_image(image)
         except (BadRow, ImageError) as error:

@@ -36,6 +36,7 @@ IMAGE_COUNT_MISMATCH = "image_count_mismatch"
 # Boxes
 BOX_MALFORMED = "box_malformed"
 BOX_IN_PIXELS = "box_in_pixels"
+BOX_NOT_SHOWN = "box_not_shown"
 BOX_DEGENERATE = "box_degenerate"
 BOX_OUTSIDE = "box_outside"
 BOX_INVERTED = "box_inverted"
@@ -73,6 +74,7 @@ DROP_REASONS: dict[str, str] = {
     BASE64_INVALID: "the image is not valid base64",
     BOX_MALFORMED: "a box is not four finite numbers, or names an image that is not there",
     BOX_IN_PIXELS: "a box is in pixels where fractions are expected",
+    BOX_NOT_SHOWN: "a box is on an image that no turn shows",
     FILE_UNREADABLE: "the rest of the file is damaged",
     FILE_MISSING: "a listed data file does not exist",
 }

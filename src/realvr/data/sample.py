@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from PIL import Image
 
+from realvr.backbone.images import picture_hash
 from realvr.data import image_file
 from realvr.data.image_file import ImageError
 
@@ -72,6 +73,7 @@ class ImageRef:
     slice: FileSlice | None = None
     broken: tuple[str, str] | None = None
     """(reason, message) of the `ImageError` that opening it raises: the row does not hold the image it should."""
+    _picture: str | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
     def from_path(cls, path: str | Path, id: str | None = None) -> ImageRef:
@@ -117,6 +119,13 @@ class ImageRef:
             return image_file.file_size(self.path, str(self.path))
         return image_file.image_size(self.read(), self.id)
 
+    def picture(self, opened: Image.Image | None = None) -> str:
+        """`picture_hash`, computed once; ``opened`` is what `open` has returned, where the caller has it."""
+        if self._picture is None:
+            object.__setattr__(self, "_picture", picture_hash(self.open() if opened is None else opened))
+        assert self._picture is not None
+        return self._picture
+
     def content_hash(self) -> str:
         """SHA-256 of the encoded bytes: equal files have equal hashes, whatever they are called."""
         return hashlib.sha256(self.read()).hexdigest()
@@ -124,7 +133,11 @@ class ImageRef:
 
 @dataclass(frozen=True)
 class Box:
-    """Evidence in one image: corners as fractions of the upright image, x0 < x1, y0 < y1, all within [0, 1]."""
+    """Evidence in one image: corners as fractions of the upright image, x0 < x1, y0 < y1, all within [0, 1].
+
+    ``image`` indexes `Sample.images`; visual tokens stand in the order of the prompt. `realvr.data.boxes.prompt_boxes`
+    is the way from one to the other.
+    """
 
     image: int
     xyxy: tuple[float, float, float, float]
@@ -187,6 +200,11 @@ class Sample:
     def question(self) -> str:
         """Text of the last user turn, without options."""
         return next((turn.text for turn in reversed(self.turns) if turn.role == "user"), "")
+
+    @property
+    def shown(self) -> tuple[int, ...]:
+        """Indices into ``images`` in the order of the prompt. Turns may show an image twice, or leave one out."""
+        return tuple(index for turn in self.turns for index in turn.images)
 
     @property
     def answer_text(self) -> str:

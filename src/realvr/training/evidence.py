@@ -18,21 +18,23 @@ from torch import Tensor
 
 from realvr.backbone.backbone import VisualTokens
 from realvr.backbone.types import Prompt
-from realvr.data.boxes import evidence_masks
+from realvr.data.boxes import evidence_masks, prompt_boxes
 from realvr.data.sample import Sample
 from realvr.maths import evidence
 
 
 @dataclass(frozen=True)
 class Prototype:
-    """``p`` of one prompt, with the content of its images: prompts on the same image are no negatives of each other."""
+    """``p`` of one prompt, with its pictures: prompts on the same picture are no negatives of each other."""
 
     vector_D: Tensor  # float32, CPU
-    images: frozenset[str]
+    pictures: frozenset[str]
+    """By `picture_hash`: neither the file nor the resolution at which the model reads a picture makes it another."""
 
 
-def image_keys(prompt: Prompt) -> frozenset[str]:
-    return frozenset(image.key for image in prompt.images)
+def pictures_of(prompt: Prompt) -> frozenset[str]:
+    """The pictures that a prompt shows."""
+    return frozenset(image.picture for image in prompt.images)
 
 
 def prototypes(samples: Sequence[Sample], prompts: Sequence[Prompt], visual: VisualTokens) -> list[Prototype]:
@@ -44,10 +46,10 @@ def prototypes(samples: Sequence[Sample], prompts: Sequence[Prompt], visual: Vis
         if not own:
             found.append(Prototype(torch.zeros(visual.features_ND.shape[-1]), frozenset()))
             continue
-        masks = evidence_masks(sample.boxes, [image.grid for image in prompt.images])
+        masks = evidence_masks(prompt_boxes(sample), [image.grid for image in prompt.images])
         mask_N = torch.cat([torch.from_numpy(mask) for mask in masks]).to(own[0].device)
         pooled = evidence.pool(torch.cat(own).float(), mask_N)
-        found.append(Prototype(pooled.cpu(), image_keys(prompt)))
+        found.append(Prototype(pooled.cpu(), pictures_of(prompt)))
     return found
 
 
@@ -64,14 +66,16 @@ class NegativeBank:
         vectors = [item.vector_D for item in self.items]
         return {
             "vectors": torch.stack(vectors) if vectors else torch.empty(0, 0),
-            "images": [sorted(item.images) for item in self.items],
+            "pictures": [sorted(item.pictures) for item in self.items],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.items.clear()
+        if "pictures" not in state:  # of a version that knew pictures by their processed pixels: not comparable
+            return
         self.items.extend(
-            Prototype(vector.clone(), frozenset(images))
-            for vector, images in zip(state["vectors"], state["images"], strict=True)
+            Prototype(vector.clone(), frozenset(pictures))
+            for vector, pictures in zip(state["vectors"], state["pictures"], strict=True)
         )
 
 
@@ -80,20 +84,20 @@ def draw(
 ) -> list[Tensor]:
     """At most ``count`` negatives for prompt ``own`` of the global batch: from the batch first, the rest from the bank.
 
-    Never the same image, never a zero prototype, no image twice.
+    Never the same picture, never a zero prototype, no picture twice.
     """
     digest = hashlib.sha256(f"{seed}/{step}/{sample_id}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") % 2**63)
-    taken = set(batch[own].images)
+    taken = set(batch[own].pictures)
     chosen: list[Tensor] = []
     for pool in ([item for i, item in enumerate(batch) if i != own], list(bank)):
         for index in torch.randperm(len(pool), generator=generator).tolist():
             item = pool[index]
             if len(chosen) == count:
                 return chosen
-            if item.images & taken or not bool(item.vector_D.any()):
+            if item.pictures & taken or not bool(item.vector_D.any()):
                 continue
-            taken |= item.images
+            taken |= item.pictures
             chosen.append(item.vector_D)
     return chosen
 

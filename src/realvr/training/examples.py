@@ -15,7 +15,8 @@ from torch import Tensor
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.images import ImageProcessor
 from realvr.backbone.types import ImageInput, Prompt, Turn
-from realvr.data.boxes import target_tokens
+from realvr.data import reasons
+from realvr.data.boxes import prompt_boxes, target_tokens, unshown_box
 from realvr.data.mixture import Mixture
 from realvr.data.readers.base import ReadOptions
 from realvr.data.reading import Report, read
@@ -156,14 +157,18 @@ class Encoder:
 
     def _fitting(self, sample: Sample, more: Any) -> tuple[Prompt | None, np.ndarray]:
         """Largest images with which prompt and what follows it fit the limit; and the targets on these images."""
+        if unshown_box(sample) is not None:
+            self.rejected[reasons.BOX_NOT_SHOWN] += 1
+            return None, np.empty(0, dtype=np.int64)
         try:
             opened = [image.open() for image in sample.images]
         except UserError:
             self.rejected[UNREADABLE_IMAGE] += 1
             return None, np.empty(0, dtype=np.int64)
         processor = self.backbone.processor
+        pictures = [image.picture(seen) for image, seen in zip(sample.images, opened, strict=True)]
         for _ in range(8):
-            images = [processor(image) for image in opened]
+            images = [processor(image, picture) for image, picture in zip(opened, pictures, strict=True)]
             try:
                 prompt = self.backbone.prompt(conversation(sample, images))
                 length = len(prompt)
@@ -183,13 +188,14 @@ class Encoder:
 
 
 def _targets(sample: Sample, images: Sequence[ImageInput]) -> np.ndarray:
-    """Indices of the evidence among all visual tokens of the sample, images one after the other."""
+    """Indices of the evidence among all visual tokens of the prompt; ``images`` are those of `Sample.images`."""
     found, offset = [], 0
-    for number, image in enumerate(images):
-        boxes = [box.xyxy for box in sample.boxes if box.image == number]
+    placed = prompt_boxes(sample)
+    for place, index in enumerate(sample.shown):
+        boxes = [box.xyxy for box in placed if box.image == place]
         if boxes:
-            found.append(target_tokens(boxes, image.grid) + offset)
-        offset += image.tokens
+            found.append(target_tokens(boxes, images[index].grid) + offset)
+        offset += images[index].tokens
     return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
 
 

@@ -206,11 +206,17 @@ class RlStep(nn.Module):
         positive, negatives, valid = micro.positive_BD, micro.negatives_BMD, micro.valid_BM
         defined = evidence.defined(positive, negatives, valid)[:, None].expand(-1, z_BKD.shape[1])
         g_BK = evidence.margin(z_BKD, positive, negatives, valid)
+        cosine_BK = evidence.similarity(z_BKD, positive)
+        # Positive-only arms have no use for negatives: their score is the cosine, and it needs p+ alone.
+        contrast = self.options.objective == "contrast"
+        score_BK = g_BK if contrast else cosine_BK
+        goal = 1.0 if self.options.objective == "align" else self.options.margin  # where the loss reaches zero
+        own = defined if contrast else evidence.nonzero(positive)[:, None].expand_as(cosine_BK)
         metrics["evidence/margin"] = _mean(g_BK, defined)
-        metrics["evidence/cos_positive"] = _mean(evidence.similarity(z_BKD, positive), defined)
+        metrics["evidence/cos_positive"] = _mean(cosine_BK, own)
         metrics["evidence/cos_hardest_negative"] = _mean(evidence.hardest(z_BKD, negatives, valid), defined)
-        metrics["evidence/active_hinge"] = _mean((g_BK < self.options.margin).float(), defined)
-        metrics["evidence/undefined"] = _mean((~defined[:, 0]).float())
+        metrics["evidence/active_hinge"] = _mean((score_BK < goal).float(), own)
+        metrics["evidence/undefined"] = _mean((~own[:, 0]).float())
         metrics["evidence/credit_mass"] = _mean(gamma.sum(-1))
         metrics["evidence/readout_mass"] = _mean(r_pos.sum(-1))
         metrics["evidence/has_wrong_answer"] = _mean(micro.wrong_BY.any(-1).float())

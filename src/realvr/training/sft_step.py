@@ -68,14 +68,14 @@ class SftBatch:
     tokens_total: float = 1.0  # labelled tokens of the whole optimizer step
     targets_total: float = 1.0  # examples with targets of the whole optimizer step
     names: list[str] = field(default_factory=list)
-    stacked: tuple[Tensor, list[tuple[Grid, str, int]], list[int]] | None = None
+    stacked: tuple[Tensor, list[tuple[Grid, str, str, int]], list[int]] | None = None
 
     def stack_images(self) -> None:
         """Put the pixels of all images into one tensor: a worker sends each tensor through a file of its own."""
         unique = list({image.key: image for image in self.images}.values())
         pixels = torch.cat([image.pixels for image in unique]) if unique else torch.empty(0)
         order = {image.key: place for place, image in enumerate(unique)}
-        facts = [(image.grid, image.key, len(image.pixels)) for image in unique]
+        facts = [(image.grid, image.key, image.picture, len(image.pixels)) for image in unique]
         self.stacked = pixels, facts, [order[image.key] for image in self.images]
         self.images = ()
 
@@ -84,8 +84,8 @@ class SftBatch:
         if self.stacked is None:
             return
         pixels, facts, order = self.stacked
-        parts = pixels.split([length for _, _, length in facts]) if facts else ()
-        unique = [ImageInput(part, grid, key) for part, (grid, key, _) in zip(parts, facts, strict=True)]
+        parts = pixels.split([length for *_, length in facts]) if facts else ()
+        unique = [ImageInput(part, grid, *names) for part, (grid, *names, _) in zip(parts, facts, strict=True)]
         self.images, self.stacked = tuple(unique[place] for place in order), None
 
     def to(self, device: torch.device) -> SftBatch:

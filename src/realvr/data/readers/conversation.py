@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from realvr.data import reasons
@@ -39,7 +40,11 @@ def turns_of(row: dict[str, Any]) -> list[tuple[Role, str]]:
 
 
 def messages_of(turns: list[tuple[Role, str]], images: int, ctx: Context) -> list[Message]:
-    """Turns before the reply, each with the images its ``<image>`` marks claim; the first user turn takes the rest."""
+    """Turns before the reply, each with the images its ``<image>`` marks claim, in the order of the row's list.
+
+    Images without a mark follow the last marked one, in its turn (in the first user turn where there is no mark), so
+    that the prompt shows the list in order and "image 2" in the text is the second image.
+    """
     messages: list[Message] = []
     used = marks = 0
     for role, text in turns:
@@ -54,8 +59,8 @@ def messages_of(turns: list[tuple[Role, str]], images: int, ctx: Context) -> lis
     if first is None:
         raise BadRow(reasons.QUESTION_EMPTY, "no user turn")
     if used < images:
-        claimed = messages[first].images + tuple(range(used, images))
-        messages[first] = Message("user", messages[first].text, claimed)
+        last = max((index for index, message in enumerate(messages) if message.images), default=first)
+        messages[last] = replace(messages[last], images=(*messages[last].images, *range(used, images)))
     if not next(message.text for message in reversed(messages) if message.role == "user"):
         raise BadRow(reasons.QUESTION_EMPTY, "the question is empty")
     return messages
