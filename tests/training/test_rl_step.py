@@ -300,6 +300,34 @@ def test_positive_only_arms_need_no_negative(exact: Pair, data: Data, objective:
     assert all(float(term) > 0 for term in expected.terms)
 
 
+@ONE_FAMILY
+def test_active_hinge_is_that_of_the_arms_own_loss(exact: Pair, data: Data) -> None:
+    """Half of the slots reach the target by their cosine while no margin does: the negatives equal ``p+``."""
+    alike = data
+    for row, example in enumerate(data.examples):
+        alike = alike.with_evidence(row, negatives=[example.positive])
+    latents = right(exact, alike, RlOptions()).latents
+    cosines = sorted(
+        float(naive.cosine(z, e.positive)) for e, some in zip(data.examples, latents, strict=True) for z in some
+    )
+    target = (cosines[2] + cosines[3]) / 2
+    assert target > 0
+    plus = RlOptions(objective="hinge-positive", margin=target)
+    expected = {"contrast": 1.0, "hinge-positive": 0.5, "align": 1.0}
+    for objective, share in expected.items():
+        _, metrics = ours(exact, alike, replace(plus, objective=objective))
+        assert value(metrics, "evidence/active_hinge") == pytest.approx(share), objective
+    # A target that every slot has reached: no loss, so nothing is active, also without any negative.
+    reached = RlOptions(objective="hinge-positive", margin=min(abs(c) for c in cosines) / 2)
+    z_BKD = torch.stack(latents)
+    for negatives in ([data.examples[0].positive], []):
+        done = data.with_evidence(0, positive=z_BKD[0].mean(0), negatives=negatives)
+        done = done.with_evidence(1, positive=z_BKD[1].mean(0), negatives=negatives)
+        loss, metrics = ours(exact, done, reached, part="evidence")
+        assert float(loss.detach()) == 0 and value(metrics, "evidence/active_hinge") == 0
+        assert value(metrics, "evidence/undefined") == 0, "positive-only arms need no negative"
+
+
 def test_without_latents(exact: Pair) -> None:
     """Direct: no span, no markers, no evidence."""
     direct = make_data(exact, latents=0)
