@@ -14,7 +14,8 @@ import stage_rewards
 from realvr.backbone import Backbone
 from realvr.errors import UserError
 from realvr.training import loop
-from realvr.training.examples import TOO_LONG, Encoder
+from realvr.training.dropping import TOO_LONG
+from realvr.training.examples import Encoder
 from stage_runs import column, configure, lines, make, run, weights, world, write
 
 REWARDS = Path(stage_rewards.__file__)

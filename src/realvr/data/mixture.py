@@ -47,6 +47,7 @@ class Mixture(Generic[T]):
         world: int = 1,
         worker: int = 0,
         workers: int = 1,
+        accept_other_data: bool = False,
     ) -> None:
         if not (0 <= rank < world and 0 <= worker < workers):
             raise UserError(f"no shard: rank {rank} of {world}, worker {worker} of {workers}")
@@ -54,6 +55,8 @@ class Mixture(Generic[T]):
         self.sources = [sources[name] for name in self.names]
         self.seed, self.epochs = seed, epochs
         self.rank, self.world, self.worker, self.workers = rank, world, worker, workers
+        self.accept_other_data = accept_other_data
+        """Whether a state of other sizes is continued, at the same number of draws."""
         self.draws = self._draws(sources, weights, epoch_size)
         self.epoch_size = sum(self.draws)
         self.position = rank + world * worker
@@ -149,7 +152,7 @@ class Mixture(Generic[T]):
         """Continue exactly after the last item. Another number of ranks or workers may continue from a state that was
         taken while all shards had taken equally many items."""
         for name, value in self._identity().items():
-            if state.get(name) != value:
+            if state.get(name) != value and not (self.accept_other_data and name in ("sizes", "draws")):
                 raise UserError(f"cannot resume: {name} was {state.get(name)!r} in the saved state, now {value!r}")
         rank, world, worker, workers = state["shard"]
         if [rank, world, worker, workers] == [self.rank, self.world, self.worker, self.workers]:

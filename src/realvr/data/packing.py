@@ -169,7 +169,8 @@ class PackedStream(Generic[T]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken; call before iterating."""
         self.source.load_state_dict(state["source"])
-        self._start, self._taken = state["source"], int(state["taken"])
+        # The source's own word for where it stands: it may have accepted a state of other data.
+        self._start, self._taken = self.source.state_dict(), int(state["taken"])
         self.rejected = Counter(state["rejected"])
 
 

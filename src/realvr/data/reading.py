@@ -33,6 +33,10 @@ class Report:
     repaired: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
     """First occurrence of each reason, for a person to look at."""
+    boxes: Counter[str] = field(default_factory=Counter)
+    """Accepted rows with boxes, by what the boxes were read as: ``fractions`` or ``pixels``."""
+    files: dict[Path, None] = field(default_factory=dict)
+    """Files that rows came from, in order."""
     quarantine: str | Path | None = None
     """JSONL file that lists every dropped or repaired row; written only if there is one."""
     on_progress: Callable[[float], None] | None = None
@@ -79,6 +83,8 @@ def read(
     options = options or ReadOptions()
     path = Path(path)
     fmt = format_named(format) if format and format != "auto" else detect(path)
+    if fmt.pixels_only and options.boxes == "fractions":
+        raise UserError(f"{path}: boxes of {fmt.name} are in pixels by definition; leave out --boxes fractions")
     return _Reading(fmt, options, report if report is not None else Report()).samples(path)
 
 
@@ -110,6 +116,7 @@ class _Reading:
     def _row(self, row: Row, file: Path) -> Sample | None:
         """The sample of a row, or None where it is dropped."""
         self.report.rows += row.count
+        self.report.files.setdefault(file)
         folder = Path(row.images or self.options.images or file.parent)
         ctx = Context(file, folder, row.number, self.options, self.state.setdefault(file, {}))
         sample: Sample | None = None
@@ -131,6 +138,8 @@ class _Reading:
             self._stop_if_strict(reason, detail, row, file)
             self.report.add(reason, detail, row, file, False, sample.id)
         self.report.ok += 1
+        if ctx.boxes is not None:
+            self.report.boxes[ctx.boxes] += 1
         self.seen.add(hash(sample.id))
         return sample
 

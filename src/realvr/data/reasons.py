@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from realvr.data.image_file import IMAGE_BROKEN, IMAGE_MISSING, IMAGE_NOT_A_FILE, IMAGE_TOO_LARGE
@@ -32,6 +33,7 @@ BOXED_UNBALANCED = "boxed_unbalanced"
 # Images
 IMAGE_LIST_EMPTY = "image_list_empty"
 IMAGE_PATH_ESCAPES = "image_path_escapes"
+LISTED_PATH_ESCAPES = "listed_path_escapes"
 IMAGE_COUNT_MISMATCH = "image_count_mismatch"
 # Boxes
 BOX_MALFORMED = "box_malformed"
@@ -67,6 +69,7 @@ DROP_REASONS: dict[str, str] = {
     BOXED_UNBALANCED: "\\boxed{ without its closing brace",
     IMAGE_LIST_EMPTY: "the row names no image",
     IMAGE_PATH_ESCAPES: "the image path leaves the image folder",
+    LISTED_PATH_ESCAPES: "a meta file names a data file or an image folder outside its own folder",
     IMAGE_MISSING: "the image file does not exist",
     IMAGE_NOT_A_FILE: "the image path is a folder",
     IMAGE_BROKEN: "the image cannot be decoded",
@@ -86,6 +89,25 @@ REPAIR_REASONS: dict[str, str] = {
     IMAGE_COUNT_MISMATCH: "the number of <image> marks differs from the number of images",
     DUPLICATE_ID: "an earlier row has the same id: renamed",
 }
+
+
+LISTED_FILE_LOST = (FILE_MISSING, LISTED_PATH_ESCAPES)
+"""Reasons that cost all rows of a file that a meta file lists, though each counts as one row."""
+
+WAYS_OUT: dict[str, tuple[str, str, str]] = {
+    BOX_IN_PIXELS: ("boxes", "pixels", "if the boxes are in pixels of the image"),
+    IMAGE_PATH_ESCAPES: ("images", "/", "if the paths are absolute, or name the folder that holds the images"),
+    LISTED_PATH_ESCAPES: ("images", "/", "if you trust the meta file, or name the folder that holds what it lists"),
+    IMAGE_MISSING: ("images", "FOLDER", "where image paths are relative to another folder"),
+    DUPLICATE_ID: ("duplicates", "rename", "if rows share ids on purpose"),
+}
+"""The option (of ``realvr data check`` and of a training source), its value, and when it is the remedy."""
+
+
+def ways_out(found: Iterable[str], prefix: str) -> list[str]:
+    """What to set against reasons, such as ``--boxes pixels if the boxes are in pixels``; ``prefix`` opens a flag."""
+    known = [WAYS_OUT[reason] for reason in found if reason in WAYS_OUT]
+    return list(dict.fromkeys(f"{prefix}{name} {value} {when}" for name, value, when in known))
 
 
 class BadRow(Exception):

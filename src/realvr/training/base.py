@@ -27,9 +27,11 @@ from realvr.data.wording import spelled_out
 from realvr.errors import UserError
 from realvr.latent.engine import advance, token_logprobs
 from realvr.training.ahead import ahead, made_at_once
-from realvr.training.examples import Encoder, mixture, share_of_batch
+from realvr.training.dropping import Draws
+from realvr.training.examples import Encoder, share_of_batch
 from realvr.training.sft import load_backbone
 from realvr.training.sft_step import SftBatch, SftExample, pack_rows
+from realvr.training.sources import TrainingData, training_data
 from realvr.training.task import Metrics, Prepared, Ranks
 
 CAPTION_REQUEST = "Describe the image."
@@ -139,23 +141,23 @@ class BaseTask:
 
     parts = ("next_token", "caption", "dense", "feature_norm")
 
-    def __init__(self, backbone: Backbone, settings: Any, ranks: Ranks) -> None:
-        self.backbone, self.settings, self.ranks = backbone, settings, ranks
+    def __init__(self, backbone: Backbone, settings: Any, ranks: Ranks, data: TrainingData) -> None:
+        self.backbone, self.settings, self.ranks, self.data = backbone, settings, ranks, data
         self.share = share_of_batch(settings, ranks)
         backbone.model.requires_grad_(True)
         backbone.spell_out = True
-        self.samples: Mixture[Sample] = mixture(settings.data, ranks.rank, ranks.world)
+        self.samples: Mixture[Sample] = data.mixture(settings, ranks.rank, ranks.world)
         self.classes = [_classes(self.samples.sources, attribute) for attribute in ATTRIBUTES]
         self.module = BaseStep(backbone, settings, [len(names) for names in self.classes])
         self.encoder = Encoder(backbone, backbone.context_length)
         self.kept: dict[tuple[str, int], _Rows] = {}
-        self.rejected = 0
+        self.draws = Draws()
         self._position: dict[str, Any] | None = None
         self._ahead: Generator[Any] | None = None
 
     def prepare(self, step: int) -> Prepared:
-        micro, unusable = next(self._steps(step))
-        self.rejected += unusable
+        micro, drawn = next(self._steps(step))
+        self.draws.add(drawn)
         for batch in micro:
             batch.rows.unstack_images()
         own = {
@@ -172,10 +174,11 @@ class BaseTask:
             batch.totals = totals
             batch.to(self.backbone.device)
         world = torch.tensor(1 / self.ranks.world, device=self.backbone.device)
-        rejected, one = torch.tensor([float(self.rejected), 1.0], device=self.backbone.device)
-        return Prepared(micro, {"tokens": (tokens, world), "data/rejected_per_rank": (rejected, one)})
+        return Prepared(
+            micro, {"tokens": (tokens, world), **self.draws.metrics(self.backbone.device, self.ranks.world)}
+        )
 
-    def _steps(self, step: int) -> Iterator[tuple[list[BaseBatch], int]]:
+    def _steps(self, step: int) -> Iterator[tuple[list[BaseBatch], Draws]]:
         """Microbatches of ``step`` and the following ones; worker processes make them ahead of time."""
         if self._ahead is None:
             workers = self.settings.data.workers
@@ -210,11 +213,12 @@ class BaseTask:
             yield self.samples.state_dict(), (step, drawn)
             step += 1
 
-    def _make(self, order: tuple[int, list[tuple[str, int]]]) -> tuple[list[BaseBatch], int]:
-        """Encode and lay out one step; and how many examples cannot be used. May run in another process."""
+    def _make(self, order: tuple[int, list[tuple[str, int]]]) -> tuple[list[BaseBatch], Draws]:
+        """Encode and lay out one step; and which of its rows cannot be used. May run in another process."""
         step, drawn = order
         size, rank = self.settings.optim.microbatch, self.ranks.rank
         generator = torch.Generator().manual_seed((self.settings.run.seed * 1_000_003 + step) * 4099 + rank)
+        self.encoder.draws = Draws(len(drawn))  # of this step alone: another process may make the next
         found = [rows for rows in (self._encode(place) for place in drawn) if rows is not None]
         if len(found) <= len(drawn) - size:  # a microbatch would be empty
             raise UserError(
@@ -225,7 +229,7 @@ class BaseTask:
         if self.settings.data.workers:
             for batch in made:
                 batch.rows.stack_images()
-        return made, len(drawn) - len(found)
+        return made, self.encoder.draws
 
     def _encode(self, place: tuple[str, int]) -> _Rows | None:
         """Rows of a sample, or None (counted) where it cannot be used; from memory with ``data.keep_encoded``."""
@@ -274,12 +278,12 @@ class BaseTask:
         return BaseBatch(packed, caption_M, dense, {})
 
     def state_dict(self) -> dict[str, Any]:
-        return {"samples": self._position or self.samples.state_dict(), "rejected": self.rejected}
+        return {"samples": self._position or self.samples.state_dict(), "draws": self.draws.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.close()
         self.samples.load_state_dict(state["samples"])
-        self.rejected = state["rejected"]
+        self.draws.load_state_dict(state.get("draws", {"rejected": {}}))
         self._position = None
 
     def close(self) -> None:
@@ -342,4 +346,5 @@ def _dense_labels(sample: Sample, grids: Sequence[Grid], classes: Sequence[Seque
 
 def build_task(settings: Any, ranks: Ranks) -> BaseTask:
     """Load the (random) model that ``settings`` names and make its base-training task."""
-    return BaseTask(load_backbone(settings, ranks), settings, ranks)
+    data = training_data(settings, ranks)
+    return BaseTask(load_backbone(settings, ranks), settings, ranks, data)

@@ -11,15 +11,21 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from pydantic import ValidationError
+
 from realvr import __version__
+from realvr.data.census import SHOWN
 from realvr.errors import UserError
 from realvr.files import sync
 from realvr.hashes import difference, digests
 from realvr.training.configuration import differences
+from realvr.training.dropping import ReadsData
 from realvr.training.engine import Engine
 from realvr.training.sections import CheckpointSettings
 from realvr.training.settings import TrainSettings
@@ -35,6 +41,7 @@ from realvr.training.task import Task
 MAY_CHANGE = (
     "optim.steps",
     "optim.microbatch",
+    "data.max_dropped",
     "checkpoint.",
     "log.",
     "run.out",
@@ -77,7 +84,7 @@ class Checkpoints:
             return final
         self._together(name, lambda: self._begin(partial))
         self._together(name, lambda: self._write(partial, task), partial)
-        self._together(name, lambda: self._finish(partial, final, progress, settings), partial)
+        self._together(name, lambda: self._finish(partial, final, progress, task, settings), partial)
         return final
 
     def _begin(self, partial: Path) -> None:
@@ -90,9 +97,12 @@ class Checkpoints:
         state = {"generators": generator_state(), "task": task.state_dict()}
         write_state(partial / f"rank-{self.engine.rank}", state)
 
-    def _finish(self, partial: Path, final: Path, progress: Progress, settings: TrainSettings) -> None:
+    def _finish(self, partial: Path, final: Path, progress: Progress, task: Task, settings: TrainSettings) -> None:
         if not self.engine.main:
             return
+        if isinstance(task, ReadsData):
+            record = task.data.fingerprint
+            write_state(partial / "data", {"files": record.files, "images": torch.from_numpy(record.stats)})
         run = {
             "version": __version__,
             "progress": vars(progress),
@@ -151,6 +161,7 @@ class Checkpoints:
             run = json.loads((path / "run.json").read_text(encoding="utf-8"))
             self._refuse_other_run(path, run, settings)
             self._refuse_changed(path, run)
+            self._refuse_other_data(path, task)
             self.engine.load(path)
             state = read_state(path / f"rank-{self.engine.rank}")
         except (OSError, ValueError, KeyError) as error:
@@ -178,8 +189,26 @@ class Checkpoints:
             raise UserError(f"{newer[-1]} is newer than {path}: remove what is newer, or choose another run.out")
         return path
 
+    def _refuse_other_data(self, path: Path, task: Task) -> None:
+        """Notice data files and images that are not as they were when the checkpoint was written."""
+        changes: list[str] = []
+        if self.engine.main and isinstance(task, ReadsData) and (path / "data.json").exists():
+            before = read_state(path / "data")
+            changes = task.data.fingerprint.changes(before["files"], before["images"].numpy())
+        changes = self.engine.gather_objects(changes)[0]
+        if not changes:
+            return
+        shown = "; ".join(changes[:SHOWN]) + (f"; and {len(changes) - SHOWN:,} more" if len(changes) > SHOWN else "")
+        if self.settings.changed_data == "refuse":
+            raise UserError(
+                f"the data is not what {path} was trained on: {shown}. Restore it, start again with another run.out, "
+                "or go on with what is there now: --checkpoint.changed-data accept"
+            )
+        if self.engine.main:
+            warnings.warn(f"the data changed since {path}: {shown}; going on with what is there now", stacklevel=2)
+
     def _refuse_other_run(self, path: Path, run: dict[str, Any], settings: TrainSettings) -> None:
-        changed = differences(run["settings"], settings.model_dump(mode="json"))
+        changed = differences(_with_defaults(run["settings"], settings), settings.model_dump(mode="json"))
         fatal = [f"{key} was {old}, is {new}" for key, (old, new) in changed.items() if not key.startswith(MAY_CHANGE)]
         if fatal:
             raise UserError(f"{path} belongs to other settings: {'; '.join(fatal)}. Use them, or another run.out")
@@ -204,6 +233,14 @@ class Checkpoints:
                 f"{path}: {problem}: it is damaged, was changed, or holds files of another checkpoint; a run cannot "
                 "continue from it. Remove the folder to go back one"
             )
+
+
+def _with_defaults(before: dict[str, Any], settings: TrainSettings) -> dict[str, Any]:
+    """Saved settings with the defaults of settings that did not exist when they were saved."""
+    try:
+        return type(settings).model_validate(before).model_dump(mode="json")
+    except ValidationError:
+        return before
 
 
 def _number(path: Path) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,43 +17,13 @@ from realvr.backbone.types import ImageInput, Prompt, Turn
 from realvr.data import reasons
 from realvr.data.boxes import prompt_boxes, target_tokens, unshown_box
 from realvr.data.mixture import Mixture
-from realvr.data.readers.base import ReadOptions
-from realvr.data.reading import Report, read
 from realvr.data.sample import Sample
 from realvr.data.wording import question_text, readout_text, response_text
 from realvr.errors import UserError
 from realvr.training.ahead import made_at_once
+from realvr.training.dropping import TOO_LONG, UNREADABLE_IMAGE, Draws
 from realvr.training.sft_step import SftExample
 from realvr.training.task import Ranks
-
-TOO_LONG = "too_long"
-UNREADABLE_IMAGE = "unreadable_image"
-EMPTY_ANSWER = "empty_answer"
-
-
-def load_sources(data: Any) -> tuple[dict[str, list[Sample]], dict[str, float], dict[str, Report]]:
-    """Samples, weights and reports of every source of a ``DataSettings``. Images stay undecoded."""
-    samples: dict[str, list[Sample]] = {}
-    weights: dict[str, float] = {}
-    reports: dict[str, Report] = {}
-    for number, source in enumerate(data.sources):
-        name = source.path if source.path not in samples else f"{source.path}#{number}"
-        options = ReadOptions(
-            images=Path(source.images) if source.images else None, policy=data.policy, check_images="none"
-        )
-        report = Report()
-        samples[name] = list(read(source.path, source.format, options, report))
-        weights[name], reports[name] = source.weight, report
-        if not samples[name]:
-            raise UserError(f"{source.path}: no usable row; run `realvr data check {source.path}`")
-    return samples, weights, reports
-
-
-def mixture(data: Any, rank: int = 0, world: int = 1) -> Mixture[Sample]:
-    """The mixture that a ``DataSettings`` describes."""
-    samples, weights, _ = load_sources(data)
-    shares = weights if len(samples) > 1 or 0 in weights.values() else None
-    return Mixture(samples, shares, seed=data.seed, rank=rank, world=world)
 
 
 def share_of_batch(settings: Any, ranks: Ranks) -> int:
@@ -98,10 +67,15 @@ class Encoder:
         self.backbone = backbone
         self.respond = respond
         self.limit = min(limit, backbone.context_length)
-        self.rejected: Counter[str] = Counter()
+        self.draws = Draws()
         self.keep = keep
         self._prompts: dict[int, Prompt] = {}
         self._sequences: dict[int, SftExample] = {}
+
+    @property
+    def rejected(self) -> Counter[str]:
+        """How many samples could not be used, by reason."""
+        return self.draws.rejected
 
     @property
     def kept(self) -> int:
@@ -162,8 +136,8 @@ class Encoder:
             return None, np.empty(0, dtype=np.int64)
         try:
             opened = [image.open() for image in sample.images]
-        except UserError:
-            self.rejected[UNREADABLE_IMAGE] += 1
+        except UserError as error:
+            self.draws.reject(UNREADABLE_IMAGE, f"{sample.source or sample.id}: {error}")
             return None, np.empty(0, dtype=np.int64)
         processor = self.backbone.processor
         pictures = [image.picture(seen) for image, seen in zip(sample.images, opened, strict=True)]
@@ -183,7 +157,8 @@ class Encoder:
             if smaller is None:
                 break
             processor = smaller
-        self.rejected[TOO_LONG] += 1
+        detail = f"{sample.source or sample.id}: over {self.limit:,} tokens"
+        self.draws.reject(TOO_LONG, detail)
         return None, np.empty(0, dtype=np.int64)
 
 

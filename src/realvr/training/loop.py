@@ -24,6 +24,7 @@ from realvr.files import sync
 from realvr.runlock import hold
 from realvr.training import configuration, memory, tracking
 from realvr.training.checkpoints import Checkpoints, Progress
+from realvr.training.dropping import DataRecord
 from realvr.training.engine import Engine
 from realvr.training.settings import TrainSettings
 from realvr.training.statefile import generator_state, set_generator_state
@@ -54,17 +55,23 @@ def _train(task: Task, settings: TrainSettings, engine: Engine) -> int:
     ):
         if progress.step:
             tracker.note(f"resumed after step {progress.step}")
-        run = _Run(task, settings, engine, tracker, progress)
+        run, record = _Run(task, settings, engine, tracker, progress), DataRecord(task, settings, engine)
+        record.write(progress.step)
         while progress.step < settings.optim.steps:
             run.step()
+            for line in record.after_step(progress.step):
+                tracker.note(line)
             stop = engine.any(stopping.wanted)
             every = settings.checkpoint.every
             due = progress.step == settings.optim.steps or (every and progress.step % every == 0)
             if stop or due:
                 saved = checkpoints.save(progress, task, settings)
+                record.write(progress.step)
             if stop:
                 tracker.note(f"stopped after step {progress.step}; the same command continues from {saved}")
                 return INTERRUPTED
+        for line in record.last_words():
+            tracker.note(line)
         _refuse_untrained(progress, out)
         export(task, settings, engine, tracker.last)
         tracker.note(f"done: {out / 'final'}")

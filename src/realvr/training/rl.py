@@ -28,11 +28,13 @@ from realvr.latent.sampling import Sampling
 from realvr.maths import answers, grpo
 from realvr.training import evidence
 from realvr.training.adapters import Adapters
+from realvr.training.dropping import EMPTY_ANSWER
 from realvr.training.evidence import NegativeBank, Prototype
-from realvr.training.examples import EMPTY_ANSWER, Encoder, all_of, answer_tokens, mixture, pad_answers, share_of_batch
+from realvr.training.examples import Encoder, all_of, answer_tokens, pad_answers, share_of_batch
 from realvr.training.rewards import correct, load_rewards, true_answer
 from realvr.training.rl_step import RlBatch, RlOptions, RlStep, options_from
 from realvr.training.sft import load_backbone
+from realvr.training.sources import TrainingData, training_data
 from realvr.training.task import Metrics, Prepared, Ranks
 
 
@@ -52,8 +54,15 @@ class _Rolled:
 class RlTask:
     """One optimizer step is ``optim.batch`` prompts over all ranks; each is rolled out ``group`` times."""
 
-    def __init__(self, backbone: Backbone, settings: Any, ranks: Ranks, reference: Backbone | None = None) -> None:
-        self.backbone, self.settings, self.ranks = backbone, settings, ranks
+    def __init__(
+        self,
+        backbone: Backbone,
+        settings: Any,
+        ranks: Ranks,
+        data: TrainingData,
+        reference: Backbone | None = None,
+    ) -> None:
+        self.backbone, self.settings, self.ranks, self.data = backbone, settings, ranks, data
         self.share = share_of_batch(settings, ranks)
         self.adapters = Adapters(backbone, settings.lora)
         self.reference = reference
@@ -62,7 +71,8 @@ class RlTask:
         self.module = RlStep(backbone, self.options)
         self.rewards = load_rewards(settings.rewards)
         self.encoder = Encoder(backbone, settings.max_prompt, settings.data.keep_encoded)
-        self.samples: Mixture[Sample] = mixture(settings.data)  # the global order, on every rank
+        self.draws = self.encoder.draws
+        self.samples: Mixture[Sample] = data.mixture(settings)  # the global order, on every rank
         self.bank = NegativeBank(settings.bank)
         self._kept: list[RlBatch] = []
         self._rolls: list[Rollout] | None = None
@@ -127,6 +137,7 @@ class RlTask:
         while len(accepted) < wanted:
             block = [next(stream) for _ in range(wanted - len(accepted))]
             size = -(-len(block) // world)
+            self.draws.drawn += max(0, min((rank + 1) * size, len(block)) - rank * size)
             mine = {i: self._encode(block[i]) for i in range(rank * size, min((rank + 1) * size, len(block)))}
             usable = {i for part in self.ranks.gather_objects([i for i in mine if mine[i] is not None]) for i in part}
             accepted += [(sample, mine.get(i)) for i, sample in enumerate(block) if i in usable]
@@ -141,7 +152,8 @@ class RlTask:
     def _encode(self, sample: Sample) -> Prompt | None:
         truth = answers.canonical(sample.answer, sample.choices)
         if truth is None or not any(answer_tokens(self.backbone, truth, sample.choices)[1]):
-            self.encoder.rejected[EMPTY_ANSWER] += 1
+            detail = f"{sample.source or sample.id}: answer {sample.answer!r:.60}"
+            self.draws.reject(EMPTY_ANSWER, detail)
             return None
         return self.encoder.prompt(sample)
 
@@ -261,8 +273,7 @@ class RlTask:
         prompt_tokens = sum(len(prompt) for part in rolled for prompt in part.prompts)
         metrics["prompts/tokens"] = pair(prompt_tokens, len(rewards))
         metrics["tokens"] = pair(sum(lengths) + prompt_tokens, 1 / self.ranks.world)
-        metrics["data/rejected_per_rank"] = pair(sum(self.encoder.rejected.values()), 1)
-        return metrics
+        return metrics | self.draws.metrics(device, self.ranks.world)
 
     def _table(self, rolled: list[_Rolled]) -> list[dict[str, Any]]:
         rows = []
@@ -285,7 +296,7 @@ class RlTask:
 
     def _position(self) -> dict[str, Any]:
         bank = self.bank.state_dict()
-        return {"samples": self.samples.state_dict(), "bank": bank, "rejected": dict(self.encoder.rejected)}
+        return {"samples": self.samples.state_dict(), "bank": bank, **self.draws.state_dict()}
 
     def state_dict(self) -> dict[str, Any]:
         """Where the data stands. Between two updates on the same rollouts: where it stood before them, and the
@@ -297,14 +308,15 @@ class RlTask:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._kept = []
         self._rolls = [_unpack(each) for each in state["rollouts"]] or None
+        if state["samples"]["sizes"] != self.samples.state_dict()["sizes"]:
+            self._rolls = None  # other data: these rollouts answer other prompts
         self._state = state
         self._restore(state)
 
     def _restore(self, position: dict[str, Any]) -> None:
         self.samples.load_state_dict(position["samples"])
         self.bank.load_state_dict(position["bank"])
-        self.encoder.rejected.clear()
-        self.encoder.rejected.update(position["rejected"])
+        self.draws.load_state_dict(position)
 
     def export(self, directory: Path) -> None:
         self.adapters.export(self.backbone, directory)
@@ -331,12 +343,13 @@ def _seed(seed: int, step: int, place: int) -> int:
 def build_task(settings: Any, ranks: Ranks) -> RlTask:
     """Load the model that ``settings`` names (and the frozen starting policy, if the KL needs one); make its task."""
     _check_latents(settings)
+    data = training_data(settings, ranks)
     backbone = load_backbone(settings, ranks)
     reference = None
     if settings.beta and not settings.lora.rank:
         reference = load_backbone(settings, ranks, announce=False)
         reference.model.requires_grad_(False)
-    return RlTask(backbone, settings, ranks, reference)
+    return RlTask(backbone, settings, ranks, data, reference)
 
 
 def _check_latents(settings: Any) -> None:

@@ -58,7 +58,13 @@ class SourceSettings(Section):
     weight: float = Field(default=1.0, ge=0)
     """Share of the draws, relative to the other sources; 0 leaves the source out."""
     images: str | None = None
-    """Folder that image paths are relative to. None: the folder of the data file."""
+    """Folder that image paths are relative to and stay inside. None: the folder of the data file; ``/`` admits absolute
+    paths."""
+    boxes: Literal["fractions", "pixels", "auto"] | None = None
+    """What the numbers of evidence boxes are: fractions of the image, pixels of it, or decided row by row (pixels where
+    a value is above 2). None: the format's own rule, which is fractions for our JSON lines."""
+    duplicates: Literal["drop", "rename"] = "drop"
+    """What happens to a row whose id was seen before (LLaVA files reuse ids on purpose: ``rename`` keeps them)."""
 
 
 class DataSettings(Section):
@@ -68,6 +74,9 @@ class DataSettings(Section):
     """Files or folders to mix."""
     policy: Literal["skip", "strict"] = "skip"
     """``skip`` drops and counts bad rows; ``strict`` stops at the first, naming file and row."""
+    max_dropped: float = Field(default=0.2, ge=0, le=1)
+    """Largest share of the rows of a source that may be unusable; beyond it training stops. Also the largest share of
+    the rows drawn that may turn out unusable when they are encoded, once 200 were drawn."""
     seed: int = 0
     """Seed of the order of the data, apart from ``run.seed``: runs that are compared can see the same order."""
     workers: int = Field(default=0, ge=0)
@@ -169,6 +178,9 @@ class CheckpointSettings(Section):
     resume: str = "auto"
     """``auto`` continues from the newest complete checkpoint of ``run.out`` if there is one, ``never`` refuses a folder
     that holds a run, anything else is the path of a checkpoint to continue from."""
+    changed_data: Literal["refuse", "accept"] = "refuse"
+    """What a resumed run does when a data file or an image is no longer as it was: ``accept`` goes on with what is
+    there now, at the same number of draws."""
 
 
 class LogSettings(Section):

@@ -15,8 +15,9 @@ from realvr.data.sample import Sample
 from realvr.data.wording import response_text, spelled_out
 from realvr.errors import UserError
 from realvr.training.adapters import Adapters
-from realvr.training.examples import Encoder, all_of, mixture, share_of_batch
+from realvr.training.examples import Encoder, all_of, share_of_batch
 from realvr.training.sft_step import SftBatch, SftExample, SftStep, pack_rows
+from realvr.training.sources import TrainingData, training_data
 from realvr.training.task import Prepared, Ranks
 
 WINDOW = 64  # examples considered together when rows are packed; their pixels are in memory meanwhile
@@ -32,6 +33,7 @@ class _Encoded:
     def __iter__(self) -> Iterator[SftExample]:
         fruitless = 0
         for sample in self.samples:
+            self.encoder.draws.drawn += 1
             example = self.encoder.sequence(sample)
             if example is not None:
                 fruitless = 0
@@ -42,10 +44,13 @@ class _Encoded:
                 raise UserError(f"no example of the data can be used: {dict(self.encoder.rejected)}")
 
     def state_dict(self) -> dict[str, Any]:
-        return self.samples.state_dict()
+        # With the counts: rows of a window that is filled again after a kill are drawn again too.
+        return {**self.samples.state_dict(), "counts": self.encoder.draws.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.samples.load_state_dict(state)
+        if "counts" in state:  # not in checkpoints of earlier versions
+            self.encoder.draws.load_state_dict(state["counts"])
 
 
 class SftTask:
@@ -53,8 +58,8 @@ class SftTask:
 
     parts = ("next_token", "reconstruction")
 
-    def __init__(self, backbone: Backbone, settings: Any, ranks: Ranks) -> None:
-        self.backbone, self.settings, self.ranks = backbone, settings, ranks
+    def __init__(self, backbone: Backbone, settings: Any, ranks: Ranks, data: TrainingData) -> None:
+        self.backbone, self.settings, self.ranks, self.data = backbone, settings, ranks, data
         self.share = share_of_batch(settings, ranks)
         self.adapters = Adapters(backbone, settings.lora)
         self.module = SftStep(
@@ -66,7 +71,8 @@ class SftTask:
         backbone.spell_out = settings.spell_out
         respond = spelled_out if settings.spell_out else response_text
         self.encoder = Encoder(backbone, settings.pack_tokens, settings.data.keep_encoded, respond)
-        self.samples = mixture(settings.data, ranks.rank, ranks.world)
+        self.draws = self.encoder.draws
+        self.samples = data.mixture(settings, ranks.rank, ranks.world)
         self.stream = PackedStream(_Encoded(self.samples, self.encoder), len, settings.pack_tokens, WINDOW)
         self._rows: Iterator[Any] | None = None
 
@@ -100,22 +106,19 @@ class SftTask:
         one = torch.ones((), device=device)
         used = torch.tensor(float(sum(int(batch.real_RT.sum()) for batch in micro)), device=device)
         room = torch.tensor(float(sum(batch.real_RT.numel() for batch in micro)), device=device)
-        rejected = torch.tensor(float(sum(self.encoder.rejected.values())), device=device)
         examples = torch.tensor(float(sum(batch.examples for batch in micro)), device=device)
         return {
             "data/row_fill": (used, room),
             "data/examples_per_rank": (examples, one),
-            "data/rejected_per_rank": (rejected, one),
+            **self.draws.metrics(device, self.ranks.world),
             "tokens": (used, one / self.ranks.world),
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {"stream": self.stream.state_dict(), "rejected": dict(self.encoder.rejected)}
+        return {"stream": self.stream.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.stream.load_state_dict(state["stream"])
-        self.encoder.rejected.clear()
-        self.encoder.rejected.update(state["rejected"])
         self._rows = None
 
     def export(self, directory: Path) -> None:
@@ -127,7 +130,8 @@ class SftTask:
 
 def build_task(settings: Any, ranks: Ranks) -> SftTask:
     """Load the model that ``settings`` names and make its Stage-1 task."""
-    return SftTask(load_backbone(settings, ranks), settings, ranks)
+    data = training_data(settings, ranks)  # first: files that cannot be used must not cost the loading of a model
+    return SftTask(load_backbone(settings, ranks), settings, ranks, data)
 
 
 def load_backbone(settings: Any, ranks: Ranks, announce: bool = True) -> Backbone:

@@ -15,6 +15,10 @@ from realvr.data.image_file import ImageError
 from realvr.data.reasons import BadRow
 from realvr.data.sample import LETTERS, Box, ImageRef, Source, strip_image_tags
 
+BoxUnit = Literal["fractions", "pixels", "auto"]
+PIXELS_ABOVE = 2.0
+"""A larger value is no fraction of an image, even where a box overhangs it."""
+
 
 @dataclass(frozen=True)
 class ReadOptions:
@@ -32,6 +36,8 @@ class ReadOptions:
     """Which split is read from a BLINK tree."""
     mmvp_corrected: bool = False
     """Correct the swapped answers at Index 99/100 and 279/280 of the original MMVP file."""
+    boxes: BoxUnit | None = None
+    """What the numbers of boxes are. None: the format's own rule (fractions for our JSON lines)."""
     broken_images: Literal["drop", "keep"] = "drop"
     """What happens to a row that does not hold the image it should (an empty cell, invalid base64, a path that leaves
     the folder): ``keep`` gives it an image that cannot be opened, so that an evaluation counts the question."""
@@ -69,6 +75,8 @@ class Context:
     """Lives as long as the file, for formats whose rows refer to earlier rows."""
     notes: list[tuple[str, str]] = field(default_factory=list)
     """Repairs made on this row, as (reason, detail)."""
+    boxes: Literal["fractions", "pixels"] | None = None
+    """What the boxes of this row were read as, if it has any."""
 
     def note(self, reason: str, detail: str) -> None:
         """Record that the row was repaired, not dropped."""
@@ -101,8 +109,40 @@ class Context:
         # Lexical on purpose: links that the user placed inside the image folder are theirs to place.
         wanted = os.path.normpath(os.path.join(root[1], name))
         if "\0" in name or not wanted.startswith(root[1].rstrip(os.sep) + os.sep):
-            raise BadRow(reasons.IMAGE_PATH_ESCAPES, f"{name!r} is not inside {self.images}")
+            way = "; --images / allows absolute paths" if os.path.isabs(name) else ""
+            raise BadRow(reasons.IMAGE_PATH_ESCAPES, f"{name!r} is not inside {self.images}{way}")
         return ImageRef(id=name, path=Path(wanted))
+
+    def read_boxes(
+        self, boxes: Sequence[tuple[object, int]], images: Sequence[ImageRef], own: BoxUnit, above: float = PIXELS_ABOVE
+    ) -> list[Box]:
+        """(four numbers, image index) each -> boxes in fractions, as the options say or by the format's ``own`` rule.
+
+        ``auto`` takes all boxes of a row for pixels where any value is ``above`` what a fraction may be.
+        """
+        if not boxes:
+            return []
+        unit = self.options.boxes or own
+        values = [v for numbers, _ in boxes if isinstance(numbers, list | tuple) for v in numbers]
+        large = any(isinstance(v, int | float) and not isinstance(v, bool) and _as_float(v) > above for v in values)
+        self.boxes = "pixels" if unit == "pixels" or (unit == "auto" and large) else "fractions"
+        found: list[Box] = []
+        for numbers, image in boxes:
+            if self.boxes == "pixels":
+                box = normal_box(numbers, image, self, self._size(images[image]))
+            else:
+                box = fraction_box(numbers, image, self)
+            if box is not None:
+                found.append(box)
+        return found
+
+    def _size(self, image: ImageRef) -> tuple[int, int]:
+        """(width, height) of the upright image, from the header, which is read once for rows in a row that share it."""
+        last = self.state.get("image_size")
+        if last is None or last[0] != image:
+            last = self.state["image_size"] = (image, image.size)
+        size: tuple[int, int] = last[1]
+        return size
 
 
 @dataclass(frozen=True)
@@ -115,6 +155,8 @@ class Format:
     parse: Callable[[Any, Context], Any]
     folders: bool = False
     """Whether a folder is a valid input."""
+    pixels_only: bool = False
+    """Whether boxes are in pixels by the format's definition."""
 
 
 def require(row: dict[str, Any], key: str) -> Any:
@@ -211,8 +253,9 @@ def fraction_box(values: object, image: int, ctx: Context) -> Box | None:
     """As `normal_box` for a format whose boxes are fractions: pixels are refused, because guessing hides mistakes."""
     values_or_none = values if isinstance(values, list | tuple) else ()
     numbers = [_as_float(value) for value in values_or_none if isinstance(value, int | float)]
-    if any(abs(value) > 2 for value in numbers if math.isfinite(value)):
-        raise BadRow(reasons.BOX_IN_PIXELS, f"box {values!r:.60}: fractions of the image are expected")
+    if any(abs(value) > PIXELS_ABOVE for value in numbers if math.isfinite(value)):
+        detail = f"box {values!r:.60}: fractions of the image are expected; --boxes pixels reads pixels"
+        raise BadRow(reasons.BOX_IN_PIXELS, detail)
     return normal_box(values, image, ctx)
 
 

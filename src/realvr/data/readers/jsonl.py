@@ -10,7 +10,6 @@ from realvr.data.readers.base import (
     Context,
     Format,
     checked_choices,
-    fraction_box,
     letter_answer,
     question_of,
     require,
@@ -77,19 +76,17 @@ def _turns(row: dict[str, Any], count: int) -> list[Message]:
     return turns
 
 
-def _boxes(row: dict[str, Any], count: int, ctx: Context) -> list[Box]:
+def _boxes(row: dict[str, Any], images: list[ImageRef], ctx: Context) -> list[Box]:
     raw = row.get("boxes") or []
     if not isinstance(raw, list):
         raise BadRow(reasons.BOX_MALFORMED, f"'boxes' is {type(raw).__name__}, a list is expected")
-    boxes: list[Box] = []
+    found: list[tuple[object, int]] = []
     for entry in raw:
         image = entry.get("image", 0) if isinstance(entry, dict) else None
-        if not isinstance(image, int) or not 0 <= image < count:
+        if isinstance(image, bool) or not isinstance(image, int) or not 0 <= image < len(images):
             raise BadRow(reasons.BOX_MALFORMED, f"box {entry!r:.60} names no image of the row")
-        box = fraction_box(entry.get("xyxy"), image, ctx)
-        if box is not None:
-            boxes.append(box)
-    return boxes
+        found.append((entry.get("xyxy"), image))
+    return ctx.read_boxes(found, images, own="fractions")
 
 
 def _optional(row: dict[str, Any], name: str, kind: type) -> Any:
@@ -117,7 +114,7 @@ def parse(row: dict[str, Any], ctx: Context) -> Sample:
         turns=_turns(row, len(images)),
         answer=letter_answer(answer, choices) if choices else answer,
         choices=choices,
-        boxes=_boxes(row, len(images), ctx),
+        boxes=_boxes(row, images, ctx),
         response=_optional(row, "response", str),
         task=_optional(row, "task", str),
         category=_optional(row, "category", str),

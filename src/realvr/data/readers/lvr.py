@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from realvr.data import reasons
 from realvr.data.readers import visual_cot
-from realvr.data.readers.base import Context, Format, ReadOptions, Row, normal_box, split_options
+from realvr.data.readers.base import Context, Format, ReadOptions, Row, split_options
 from realvr.data.readers.conversation import answer_of, messages_of, turns_of
 from realvr.data.reasons import BadRow, FileError
 from realvr.data.sample import Box, ImageRef, Message, Sample
@@ -37,16 +38,12 @@ def _boxes(row: dict[str, Any], images: list[ImageRef], ctx: Context) -> list[Bo
     owners = row.get("bbox_images") or [0] * len(raw)
     if not isinstance(owners, list) or len(owners) != len(raw):
         raise BadRow(reasons.BOX_MALFORMED, "'bbox_images' must name one image per box")
-    numbers = [value for values in raw if isinstance(values, list) for value in values]
-    pixels = any(isinstance(value, int | float) and value > 1 for value in numbers)
-    boxes: list[Box] = []
+    found: list[tuple[object, int]] = []
     for values, owner in zip(raw, owners, strict=True):
-        if not isinstance(owner, int) or not 0 <= owner < len(images):
+        if isinstance(owner, bool) or not isinstance(owner, int) or not 0 <= owner < len(images):
             raise BadRow(reasons.BOX_MALFORMED, f"a box is in image {owner!r} of {len(images)}")
-        box = normal_box(values, owner, ctx, images[owner].size if pixels else None)
-        if box is not None and box not in boxes:
-            boxes.append(box)
-    return boxes
+        found.append((values, owner))
+    return list(dict.fromkeys(ctx.read_boxes(found, images, own="auto", above=1.0)))
 
 
 def parse(row: dict[str, Any], ctx: Context) -> Sample:
@@ -77,8 +74,31 @@ def parse(row: dict[str, Any], ctx: Context) -> Sample:
     )
 
 
+def _listed(meta: Path, entry: dict[str, Any], options: ReadOptions) -> tuple[Path, Path]:
+    """Data file and image folder of an entry. Both stay inside the folder of the meta file, or inside ``--images``.
+
+    A meta file comes with the data of others: without a bound it could have any file of this machine read. Names are
+    compared as written, like those of images: links inside the folder are followed. With ``--images`` an image folder
+    that lies elsewhere is replaced by it.
+    """
+    own, wider = os.path.abspath(meta.parent), options.images and os.path.abspath(options.images)
+    data = os.path.normpath(os.path.join(own, entry["data_path"]))
+    folder = os.path.normpath(os.path.join(own, entry["image_folder"]))
+    if wider and not _inside(folder, wider):
+        folder = str(wider)
+    for name, wanted in (("data_path", data), ("image_folder", folder)):
+        if not (_inside(wanted, own) or (wider and _inside(wanted, wider))):
+            detail = f"{name} {entry[name]!r:.100} is outside {own}; --images / allows any place, --images DIR that one"
+            raise BadRow(reasons.LISTED_PATH_ESCAPES, detail)
+    return Path(data), Path(folder)
+
+
+def _inside(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
+
+
 def meta_rows(path: Path, options: ReadOptions) -> Iterator[Row]:
-    """Rows of every file that a meta file lists. A listed file that cannot be read costs one row of the meta file."""
+    """Rows of every file that a meta file lists. A listed file that cannot be read, or may not be, costs one row."""
     entries = list(json_rows(path))
     for position, entry in enumerate(entries):
         if entry.error is not None:
@@ -89,8 +109,11 @@ def meta_rows(path: Path, options: ReadOptions) -> Iterator[Row]:
             error = BadRow(reasons.FIELD_MISSING, f"no {', '.join(missing)}")
             yield replace(entry, data=None, error=error)
             continue
-        data = path.parent / entry.data["data_path"]
-        folder = Path(options.images or path.parent / entry.data["image_folder"])
+        try:
+            data, folder = _listed(path, entry.data, options)
+        except BadRow as error:
+            yield replace(entry, data=None, error=error)
+            continue
         try:
             for row in json_rows(data):
                 share = (position + row.progress) / len(entries)

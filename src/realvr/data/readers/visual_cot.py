@@ -69,6 +69,7 @@ def parse(row: dict[str, Any], ctx: Context) -> Sample:
         raise BadRow(reasons.ANSWER_EMPTY, "the last turn gives no answer")
     question, choices = split_options(question, reply)
     boxes: list[Box] = []
+    ctx.boxes = "pixels" if pixel_boxes else None
     for index, values in pixel_boxes:
         box = normal_box(values, index, ctx, _size(row, images, index))
         if box is not None and box not in boxes:
@@ -87,4 +88,4 @@ def parse(row: dict[str, Any], ctx: Context) -> Sample:
     )
 
 
-FORMAT = Format("visual-cot", "Visual-CoT rows", lambda path, options: json_rows(path), parse)
+FORMAT = Format("visual-cot", "Visual-CoT rows", lambda path, options: json_rows(path), parse, pixels_only=True)

@@ -1,0 +1,149 @@
+"""Rows that training cannot use: counted when they are drawn, written to ``data.json``, and bounded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from realvr.errors import UserError
+from realvr.files import write_json
+from realvr.training.engine import Engine
+from realvr.training.settings import TrainSettings
+from realvr.training.sources import RECORD, TrainingData, above
+
+TOO_LONG = "too_long"
+UNREADABLE_IMAGE = "unreadable_image"
+EMPTY_ANSWER = "empty_answer"
+ENOUGH = 200
+"""Rows drawn before their dropped share is judged."""
+
+
+@dataclass
+class Draws:
+    """Rows that were drawn, and why some of them could not be used."""
+
+    drawn: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    first: dict[str, str] = field(default_factory=dict)
+    """Where each reason was met first."""
+
+    def reject(self, reason: str, detail: str) -> None:
+        self.rejected[reason] += 1
+        self.first.setdefault(reason, detail)
+
+    def add(self, other: Draws) -> None:
+        """Count what another process, or another step, has drawn."""
+        self.drawn += other.drawn
+        self.rejected += other.rejected
+        self.first = other.first | self.first
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.drawn, "rejected": dict(self.rejected), "first": dict(self.first)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue counting; states of earlier versions hold the rejected rows only."""
+        self.drawn = int(state.get("drawn", 0))
+        self.rejected, self.first = Counter(state["rejected"]), dict(state.get("first", {}))
+
+    def metrics(self, device: torch.device, world: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """Rows drawn since the start, over all ranks, and rejected, per rank."""
+        drawn, each, rejected, one = torch.tensor(
+            [float(self.drawn), 1 / world, float(self.rejected.total()), 1.0], device=device
+        )
+        return {"data/drawn": (drawn, each), "data/rejected_per_rank": (rejected, one)}
+
+    def line(self) -> str:
+        """In words."""
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.rejected.most_common())
+        return f"{self.rejected.total():,} of {self.drawn:,} rows drawn could not be encoded: {reasons}"
+
+
+@runtime_checkable
+class ReadsData(Protocol):
+    """A task that draws rows from files."""
+
+    data: TrainingData
+    draws: Draws
+
+
+class DataRecord:
+    """``data.json`` of a run, and the limit on rows that turn out unusable when they are encoded.
+
+    Does nothing for a task that reads no files. Every rank calls every method.
+    """
+
+    def __init__(self, task: object, settings: TrainSettings, engine: Engine) -> None:
+        self.task = task if isinstance(task, ReadsData) else None
+        self.settings, self.engine = settings, engine
+        self.draws = self._of_all_ranks()
+        """Of all ranks, up to the last step."""
+
+    def after_step(self, step: int) -> list[str]:
+        """Sum up the draws of all ranks; returns what to print: each reason when it is first met. Raises over the
+        limit."""
+        if self.task is None:
+            return []
+        before = set(self.draws.rejected)
+        self.draws = self._of_all_ranks()
+        new = [reason for reason in self.draws.rejected if reason not in before]
+        if (
+            self.draws.drawn >= ENOUGH
+            and self.draws.rejected.total() > self.settings.data.max_dropped * self.draws.drawn
+        ):
+            self.write(step)
+            raise UserError(self._too_many(step))
+        return [f"step {step}: a row could not be encoded: {reason} ({self.draws.first[reason]})" for reason in new]
+
+    def _of_all_ranks(self) -> Draws:
+        total = Draws()
+        if self.task is not None:
+            for part in self.engine.gather_objects(self.task.draws):
+                total.add(part)
+        return total
+
+    def _too_many(self, step: int) -> str:
+        draws, allowed = self.draws, self.settings.data.max_dropped
+        share = draws.rejected.total() / draws.drawn
+        worst = draws.rejected.most_common(1)[0][0]
+        ways = [text for reason, text in self._remedies().items() if reason in draws.rejected]
+        ways.append(f"--data.max-dropped {above(share)} trains on the others")
+        return (
+            f"stopped after step {step}: {draws.line()} (first: {draws.first[worst]}); that is {share:.1%}, "
+            f"data.max_dropped allows {allowed:.1%}. {'; '.join(ways)}"
+        )
+
+    def _remedies(self) -> dict[str, str]:
+        limit = next((name for name in ("pack_tokens", "max_prompt") if hasattr(self.settings, name)), None)
+        paths = " ".join(source.path for source in self.settings.data.sources)
+        longer = f"raise {limit}, or lower model.max_tokens" if limit else "lower model.max_tokens"
+        return {
+            TOO_LONG: longer,
+            UNREADABLE_IMAGE: f"`realvr data check {paths} --quarantine bad.jsonl` opens every image",
+            EMPTY_ANSWER: "answers must name one of the options, or hold at least one letter or digit",
+        }
+
+    def write(self, step: int) -> None:
+        """Write ``data.json`` from the main process."""
+        if self.task is None or not self.engine.main:
+            return
+        data = self.task.data
+        content = {
+            "max_dropped": self.settings.data.max_dropped,
+            "sources": data.census.to_json(),
+            "encoding": {"step": step, **self.draws.state_dict()},
+            "images": len(data.fingerprint.images),
+            "files": data.fingerprint.files,
+        }
+        path = self.settings.run.out / RECORD
+        try:
+            write_json(path, content)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
+
+    def last_words(self) -> list[str]:
+        """What to print at the end of a run."""
+        return [f"data: {self.draws.line()}"] if self.draws.rejected else []

@@ -1,0 +1,140 @@
+"""The data of a run: its sources read once, counted, held against ``data.max_dropped``, and mixed.
+
+Nothing here imports torch, so that a run over files that cannot be used ends before its model is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from realvr.data import census, reasons
+from realvr.data.census import Census, Fingerprint, SourceCensus
+from realvr.data.mixture import Mixture
+from realvr.data.readers.base import ReadOptions
+from realvr.data.reading import Report, read
+from realvr.data.sample import Sample
+from realvr.errors import UserError
+from realvr.files import read_json
+
+if TYPE_CHECKING:
+    from realvr.training.sections import SourceSettings
+    from realvr.training.settings import TrainSettings
+    from realvr.training.task import Ranks
+
+RECORD = "data.json"
+"""File of a run's folder that says what became of the rows."""
+_EVERY_S = 30.0
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Usable samples by source, what became of the others, and (on the first rank) what the files looked like."""
+
+    samples: dict[str, list[Sample]]
+    weights: dict[str, float]
+    census: Census
+    fingerprint: Fingerprint
+
+    def mixture(self, settings: TrainSettings, rank: int = 0, world: int = 1) -> Mixture[Sample]:
+        """The mixture that the settings describe."""
+        shares = self.weights if len(self.samples) > 1 or 0 in self.weights.values() else None
+        other_data = settings.checkpoint.changed_data == "accept"
+        return Mixture(
+            self.samples, shares, seed=settings.data.seed, rank=rank, world=world, accept_other_data=other_data
+        )
+
+
+def training_data(settings: TrainSettings, ranks: Ranks) -> TrainingData:
+    """Read every source once, print what can be used, and stop where too much cannot. Every rank calls it.
+
+    Each rank lists the rows; the first alone looks at the images and hashes the files.
+    """
+    data, first = settings.data, ranks.rank == 0
+    lists: list[tuple[SourceSettings, list[Sample], Report]] = []
+    for source in data.sources:
+        options = ReadOptions(
+            images=Path(source.images) if source.images else None,
+            policy=data.policy,
+            check_images="none",
+            duplicates=source.duplicates,
+            boxes=source.boxes,
+        )
+        report = Report(on_progress=_progress_lines(source.path) if first else None)
+        lists.append((source, list(read(source.path, source.format, options, report)), report))
+    images = census.distinct_images([sample for _, samples, _ in lists for sample in samples]) if first else []
+    stats = census.image_stats(images)
+    missing: set[str] = ranks.gather_objects(census.absent(images, stats))[0]
+    kept: dict[str, list[Sample]] = {}
+    weights: dict[str, float] = {}
+    counted: list[SourceCensus] = []
+    for number, (source, samples, report) in enumerate(lists):
+        name = source.path if source.path not in kept else f"{source.path}#{number}"
+        kept[name], found = census.count(source.path, samples, report, missing)
+        weights[name] = source.weight
+        counted.append(found)
+    if first:
+        for found in counted:
+            print(f"data: {found.line()}", file=sys.stderr, flush=True)
+    for number, (source, found) in enumerate(zip(data.sources, counted, strict=True)):
+        if source.weight > 0:
+            _refuse_losses(found, number, data.max_dropped)
+    files = [path for _, _, report in lists for path in report.files if path.is_file()] if first else []
+    files += [Path(source.path) for source in data.sources if first and Path(source.path).is_file()]
+    hashes = census.hash_files(list(dict.fromkeys(files)), _known_hashes(settings.run.out))
+    return TrainingData(kept, weights, Census(counted), Fingerprint(hashes, images, stats))
+
+
+def _refuse_losses(found: SourceCensus, number: int, most: float) -> None:
+    """Stop where a source loses more rows than allowed, or all of them, or a whole file that it lists."""
+    lost_file = found.files_lost and most < 1
+    if found.usable and found.dropped_share <= most and not lost_file:
+        return
+    worst = max(found.dropped, key=lambda reason: found.dropped[reason], default=None)
+    shown = (
+        next((reason for reason in found.dropped if reason in reasons.LISTED_FILE_LOST), worst) if lost_file else worst
+    )
+    where = f" (first: {found.first[shown]})" if shown else ""
+    if not found.usable:
+        why = "no row can be used"
+    elif lost_file and found.dropped_share <= most:
+        why = "a listed file is lost with all its rows"
+    else:
+        why = f"{found.dropped_share:.1%} are dropped, data.max_dropped allows {most:.1%}"
+    ways = reasons.ways_out(found.dropped, f"--data.sources.{number}.")
+    ways.append(f"`realvr data check {found.path} --quarantine bad.jsonl` lists every dropped row")
+    if found.usable:
+        ways.append(f"--data.max-dropped {1 if lost_file else above(found.dropped_share)} trains on the others")
+    raise UserError(f"{found.line()}{where}: {why}. {'; '.join(ways)}")
+
+
+def above(share: float) -> float:
+    """A limit in whole per cent that admits the share."""
+    return min(1.0, math.ceil(share * 100) / 100)
+
+
+def _known_hashes(out: Path) -> dict[str, dict[str, Any]]:
+    """Hashes that an earlier start of this run has taken; none where its record cannot be read."""
+    try:
+        files = read_json(out / RECORD).get("files")
+    except UserError:
+        return {}
+    return files if isinstance(files, dict) else {}
+
+
+def _progress_lines(path: str) -> Callable[[float], None]:
+    """Prints a line about every 30 s, so that a source of hundreds of thousands of rows is seen to be read."""
+    last = time.monotonic()
+
+    def update(fraction: float) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _EVERY_S:
+            last = time.monotonic()
+            print(f"data: {path}: {fraction:.0%} read", file=sys.stderr, flush=True)
+
+    return update
