@@ -18,6 +18,7 @@ import torch
 from mini_accuracy import measure
 
 from realvr.backbone import Backbone
+from realvr.backbone.released import as_released
 from realvr.commands.quiet import quiet_transformers
 
 
@@ -29,6 +30,7 @@ def package(source: Path, target: Path) -> None:
     backbone.model.to(torch.float16)
     backbone.model.config.dtype = torch.float16
     backbone.save(target)
+    as_released(target, backbone.family)
 
 
 def card(target: Path, about: str, latents: int, count: int, seed: int) -> None:

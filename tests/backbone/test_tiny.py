@@ -138,7 +138,10 @@ def test_loading_is_silent(family, directory, caplog, recwarn):
         getattr(import_module(module), name).from_pretrained(directory)
     finally:
         transformers.logging.disable_propagation()
-    assert [record.getMessage() for record in caplog.records] == []
+    said = {record.getMessage() for record in caplog.records}
+    if family.name == "internvl3":  # as for the released files: their configuration does not say that nothing is tied
+        assert len(said) == 1 and "so we will NOT tie them" in said.pop()
+    assert not said
     assert [str(warning.message) for warning in recwarn] == []
 
 
@@ -146,8 +149,8 @@ def test_embedding_rows(family, directory):
     config = AutoConfig.from_pretrained(directory)
     length, rows = len(AutoTokenizer.from_pretrained(directory)), config.get_text_config().vocab_size
     assert config.image_token_id < length
-    if family.name == "internvl3":
-        assert rows == length
+    if family.name == "internvl3":  # the released tokenizer has 151,675 entries for 151,674 rows
+        assert rows == length - 1
     else:
         assert rows >= length + len(MARKERS)
 
@@ -163,6 +166,7 @@ def test_shapes_keep_what_breaks(family, directory):
         assert set(text.layer_types) == {"sliding_attention", "full_attention"}
     if family.name == "qwen3-vl-moe":
         assert text.num_experts_per_tok < text.num_experts
+        assert text.hidden_size not in (text.moe_intermediate_size, 2 * text.moe_intermediate_size)  # not square
     assert sum(path.stat().st_size for path in directory.iterdir()) < 2_000_000
 
 

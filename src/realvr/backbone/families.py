@@ -32,14 +32,22 @@ class Family:
     """Whether the number of visual tokens follows the image size, so that a visual-token budget applies."""
     never_sampled: tuple[str, ...]
     """Vision control tokens that a policy must never emit (present or not in a given tokenizer)."""
+    transposed: tuple[str, ...] = ()
+    """Endings of the names of tensors that released files hold with their last two axes exchanged."""
+    unstated: tuple[str, ...] = ()
+    """Fields of the outer configuration that released ``config.json`` files lack."""
 
 
 _QWEN_PROCESSOR = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl:Qwen2VLImageProcessorPil"
 _QWEN_CONTROL = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 
 
-def _qwen(name: str, model_type: str) -> Family:
-    return Family(name, model_type, _QWEN_PROCESSOR, "<|image_pad|>", "", "<|image_pad|>", "", True, _QWEN_CONTROL)
+_EXPERTS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
+
+
+def _qwen(name: str, model_type: str, transposed: tuple[str, ...] = ()) -> Family:
+    image = "<|image_pad|>"
+    return Family(name, model_type, _QWEN_PROCESSOR, image, "", image, "", True, _QWEN_CONTROL, transposed)
 
 
 FAMILIES: dict[str, Family] = {
@@ -47,7 +55,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         _qwen("qwen2.5-vl", "qwen2_5_vl"),
         _qwen("qwen3-vl", "qwen3_vl"),
-        _qwen("qwen3-vl-moe", "qwen3_vl_moe"),
+        _qwen("qwen3-vl-moe", "qwen3_vl_moe", _EXPERTS),
         Family(
             "internvl3",
             "internvl",
@@ -58,6 +66,7 @@ FAMILIES: dict[str, Family] = {
             "</img>",
             False,
             ("<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
+            unstated=("tie_word_embeddings",),
         ),
         Family(
             "gemma3",
@@ -69,6 +78,7 @@ FAMILIES: dict[str, Family] = {
             "<end_of_image>\n\n",
             False,
             ("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+            unstated=("tie_word_embeddings",),
         ),
     )
 }

@@ -20,6 +20,7 @@ from transformers.utils import cached_file, logging
 from realvr.backbone.backbone import Backbone, Markers
 from realvr.backbone.families import FAMILIES, MARKERS, Family, family_of
 from realvr.backbone.images import ImageProcessor, Limits
+from realvr.backbone.released import save_weights, settle_output_layer
 from realvr.errors import UserError
 from realvr.hashes import changed_weights, record_weights
 from realvr.models import DTYPE as NAMED_DTYPE
@@ -113,7 +114,7 @@ def save(backbone: Backbone, directory: str | Path) -> Path:
     if backbone.spell_out:
         note["spell_out"] = True
     setattr(backbone.model.config, CONFIG_KEY, note)
-    backbone.model.save_pretrained(directory)
+    save_weights(backbone.model, directory, backbone.family.transposed)
     backbone.tokenizer.save_pretrained(directory)
     backbone.processor.stock.save_pretrained(directory)
     for name, text in backbone.side_files.items():
@@ -228,8 +229,9 @@ def _load_model(source: str, dtype: torch.dtype | str, device: torch.device) -> 
         raise UserError(f"{source}: the model cannot be loaded ({_first_line(error)})") from error
     finally:
         logging.set_verbosity(verbosity)
-    if found["missing_keys"]:  # transformers would fill them with random numbers and only warn
-        names = sorted(found["missing_keys"])
+    missing = settle_output_layer(source, model, found["missing_keys"])
+    if missing:  # transformers would fill them with random numbers and only warn
+        names = sorted(missing)
         raise UserError(f"{source}: the weights lack {len(names)} tensors of the model, among them {names[0]}")
     if found["mismatched_keys"]:  # refused here, because transformers' own error names no tensor
         name, stored, wanted = sorted(found["mismatched_keys"])[0]
@@ -246,24 +248,23 @@ def _load_model(source: str, dtype: torch.dtype | str, device: torch.device) -> 
 def add_markers(model: Any, tokenizer: Any) -> tuple[Markers, bool]:
     """Make sure the three marker tokens exist; returns their ids and whether they were new.
 
-    The embedding table grows only when the tokenizer has outgrown it (Qwen checkpoints carry spare rows). New rows
-    start at the mean embedding, as far from any word as from any other.
+    The embedding table grows only when the tokenizer has outgrown it (Qwen checkpoints carry spare rows, InternVL's
+    tokenizer has an entry without a row). New rows start at the mean embedding, as far from any word as from any other.
     """
     vocabulary = tokenizer.get_vocab()
     missing = [token for token in MARKERS if token not in vocabulary]
     if missing:
         tokenizer.add_tokens(missing, special_tokens=True)
     ids = [int(tokenizer.convert_tokens_to_ids(token)) for token in MARKERS]
-    embedding = model.get_input_embeddings()
-    rows = embedding.weight.shape[0]
+    rows = model.get_input_embeddings().weight.shape[0]
     if max(ids) >= rows:
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    if missing:
-        new = [int(tokenizer.convert_tokens_to_ids(token)) for token in missing]
-        _set_to_mean(model.get_input_embeddings().weight, new, min(rows, len(vocabulary)))
-        head = model.get_output_embeddings()
-        if head is not None and head.weight is not model.get_input_embeddings().weight:
-            _set_to_mean(head.weight, new, min(rows, len(vocabulary)))
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    added = {int(tokenizer.convert_tokens_to_ids(token)) for token in missing}
+    new = sorted(added | set(range(rows, table.shape[0])))
+    if new:
+        for weight in (table,) if head is table else (table, head):
+            _set_to_mean(weight, new, min(rows, len(vocabulary)))
     return Markers(*ids), bool(missing)
 
 

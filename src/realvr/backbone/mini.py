@@ -126,7 +126,7 @@ def gemma3() -> dict[str, Any]:
             "do_convert_rgb": True,
         },
         "processor": "Gemma3Processor",
-        "top": {"mm_tokens_per_image": _TOKENS, "initializer_range": _RANGE, "tie_word_embeddings": True},
+        "top": {"mm_tokens_per_image": _TOKENS, "initializer_range": _RANGE},
         "seq_length": _TOKENS,
     }
 
@@ -136,7 +136,6 @@ EXPERTS: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 256,
     "decoder_sparse_step": 1,
-    "tie_word_embeddings": False,
 }
 
 

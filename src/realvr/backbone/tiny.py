@@ -1,9 +1,10 @@
 """Small random checkpoints of the five stock classes, complete on disk, for dry runs and tests.
 
-They are real Hugging Face directories: whatever loads a released backbone loads these, offline. Their shapes keep what
-tends to break: grouped-query attention, mRoPE sections, windows that do not divide the image, deepstack layers, routed
-experts, tiles with a thumbnail, sliding windows shorter than a prompt, and (InternVL) an embedding matrix with no row
-to spare. The latent markers are not in them, as they are not in the released checkpoints: loading adds them.
+They are real Hugging Face directories: whatever loads a released backbone loads these, offline. Weights and
+configuration are stored as in the released files. Their shapes keep what tends to break: grouped-query attention, mRoPE
+sections, windows that do not divide the image, deepstack layers, routed experts that are not square, tiles with a
+thumbnail, sliding windows shorter than a prompt, and (InternVL) a tokenizer with one entry more than the embedding has
+rows. The latent markers are not in them, as they are not in the released checkpoints: loading adds them.
 
 Weights depart from the stock initialisation where that would make a random model degenerate: the range is 0.1, so that
 attention is not uniform, and what transformers leaves at zero (Gemma's image projection, InternVL's position table) is
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from realvr.backbone import mini
 from realvr.backbone.families import FAMILIES, Family
+from realvr.backbone.released import as_released, save_weights
 from realvr.backbone.tiny_tokenizer import SPECIALS, build_tokenizer
 from realvr.errors import UserError
 
@@ -46,7 +48,8 @@ class Shape:
     seq_length: int | None = None
     """Visual tokens per tile where the family fixes them."""
     spare_rows: bool = True
-    """Whether the embedding has rows beyond the tokenizer, as in the released Qwen and Gemma checkpoints."""
+    """Whether the embedding has rows beyond the tokenizer, as in the released Qwen and Gemma checkpoints; otherwise it
+    lacks one for the tokenizer's last entry, as in the released InternVL ones."""
 
 
 _HALF = [0.5, 0.5, 0.5]
@@ -170,7 +173,7 @@ def _gemma3() -> Shape:
         vision=vision,
         pixels={"size": {"height": 56, "width": 56}, "image_mean": _HALF, "image_std": _HALF, "do_convert_rgb": True},
         processor="Gemma3Processor",
-        top={"mm_tokens_per_image": 16, "initializer_range": INITIALIZER_RANGE, "tie_word_embeddings": True},
+        top={"mm_tokens_per_image": 16, "initializer_range": INITIALIZER_RANGE},
         seq_length=16,
     )
 
@@ -178,9 +181,8 @@ def _gemma3() -> Shape:
 _EXPERTS: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
+    "moe_intermediate_size": 48,
     "decoder_sparse_step": 1,
-    "tie_word_embeddings": False,
 }
 
 SIZES: dict[str, dict[str, Shape]] = {
@@ -203,9 +205,9 @@ SIZES: dict[str, dict[str, Shape]] = {
 
 
 def _vocabulary(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> int:
-    """Rows of the embedding: the tokenizer's length, or the next multiple of 64 that leaves at least 16 to spare."""
+    """Rows of the embedding: the next multiple of 64 that leaves at least 16 to spare, or one too few."""
     length = len(tokenizer)
-    return -(-(length + 16) // 64) * 64 if shape.spare_rows else length
+    return -(-(length + 16) // 64) * 64 if shape.spare_rows else length - 1
 
 
 def _token_ids(family: str, tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
@@ -262,16 +264,17 @@ def _model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     return model
 
 
-def _save_model(model: PreTrainedModel, family: str, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+def _save_model(model: PreTrainedModel, family: Family, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     from transformers import GenerationConfig
 
     vocabulary = tokenizer.get_vocab()
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=[vocabulary[token] for token in SPECIALS[family].stop],
+        eos_token_id=[vocabulary[token] for token in SPECIALS[family.name].stop],
         pad_token_id=tokenizer.pad_token_id,
     )
-    model.save_pretrained(directory)
+    save_weights(model, directory, family.transposed)
+    as_released(directory, family)
 
 
 def _save_processors(family: Family, shape: Shape, directory: Path) -> None:
@@ -309,7 +312,7 @@ def build(family: str, size: str, directory: Path, seed: int = 0) -> Path:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as scratch:
             staging = Path(scratch)
-            _save_model(model, family, tokenizer, staging)
+            _save_model(model, FAMILIES[family], tokenizer, staging)
             tokenizer.save_pretrained(staging)
             _save_processors(FAMILIES[family], shape, staging)
             directory.mkdir(exist_ok=True)
