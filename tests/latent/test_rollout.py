@@ -132,7 +132,7 @@ def slow_span(models: Pair, prompt: Prompt, count: int) -> list[int | Tensor]:
 
 
 def test_without_latents_greedy_equals_stock_generate(models: Pair) -> None:
-    prompts = [*mixed_prompts(models.ours), models.ours.prompt([Turn("user", "Hi")])]
+    prompts = [*mixed_prompts(models.ours), models.ours.prompt([Turn("user", "No")])]
     for chosen in (prompts[:1], prompts[-1:], prompts):
         result = rollout(models.ours, chosen, sampling=greedy(32), latents=0)
         assert [group[0] for group in ids_of(result)] == stock_generate(models, chosen, 32)
@@ -153,7 +153,7 @@ def test_greedy_equals_stock_generate_where_sequences_end(ending: Pair) -> None:
 
 def test_generation_passes_the_sliding_window(models: Pair) -> None:
     """A short prompt and more tokens than Gemma's window; alone and beside a long prompt."""
-    short, long = models.ours.prompt([Turn("user", "Hi")]), models.ours.prompt(ask(1, 2, 3))
+    short, long = models.ours.prompt([Turn("user", "No")]), models.ours.prompt(ask(1, 2, 3))
     window = getattr(models.ours.text_config, "sliding_window", None) or 24
     assert len(short) < window or models.ours.family.name != "gemma3"
     expected = stock_generate(models, [short], 2 * window)[0]

@@ -1,7 +1,7 @@
 """Where released files and the model in memory differ: tied output layers, the orientation of experts, unstated fields.
 
 transformers decides from ``config.json`` whether the output layer is the embedding table. Released configurations do
-not always say so (InternVL's has no ``tie_word_embeddings``, and the class default is true); a resize then ties, and the
+not always say so (InternVL's has no ``tie_word_embeddings``, the class default is true); a resize then ties, and the
 stored output layer is gone. Here the stored weights decide, and what they say is kept in the configuration.
 """
 
