@@ -8,16 +8,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from realvr.backbone.backbone import Backbone
 from realvr.errors import UserError
+from realvr.training.marker_rows import fold_marker_rows, train_marker_rows
 
 
 class Adapters:
-    """With ``rank`` 0 every decoder weight is trained; otherwise adapters on the named linear layers of the decoder."""
+    """With ``rank`` 0 every decoder weight is trained; otherwise adapters on the named linear layers of the decoder
+    and, with ``markers``, the embedding rows of the latent markers."""
 
-    def __init__(self, backbone: Backbone, settings: Any) -> None:
+    def __init__(self, backbone: Backbone, settings: Any, markers: bool = False) -> None:
         self.rank = int(settings.rank)
         self.peft: Any = None
         backbone.freeze_vision()
@@ -36,6 +38,8 @@ class Adapters:
         config = LoraConfig(r=self.rank, lora_alpha=settings.alpha, lora_dropout=settings.dropout, target_modules=names)
         # peft replaces the layers in place: the backbone keeps its model object and its call paths.
         self.peft = get_peft_model(backbone.model, config)
+        if markers:
+            train_marker_rows(backbone)
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -56,11 +60,18 @@ class Adapters:
                 module.train()
 
     def export(self, backbone: Backbone, directory: Path) -> None:
-        """Write a plain HF directory, adapters merged into a copy so that training can go on."""
+        """Write a plain HF directory, adapters merged into a copy in main memory so that training can go on."""
         if self.peft is None:
             backbone.save(directory)
             return
-        merged = copy.deepcopy(self.peft).merge_and_unload()
+        memo: dict[int, Any] = {id(p): nn.Parameter(_copied(p), requires_grad=False) for p in self.peft.parameters()}
+        memo |= {id(buffer): _copied(buffer) for buffer in self.peft.buffers()}
+        merged = copy.deepcopy(self.peft, memo).merge_and_unload()
+        fold_marker_rows(merged)
         plain = copy.copy(backbone)
         plain.model = merged
         plain.save(directory)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)

@@ -18,8 +18,9 @@ LOT = 2**26
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Trainable parameters in two groups: matrices decay; norms, biases (fewer than two dimensions) and embedding
-    tables do not. An output matrix tied to an embedding counts as the embedding."""
-    tables = {id(inner.weight) for inner in module.modules() if isinstance(inner, nn.Embedding)}
+    tables or rows of them do not. An output matrix tied to an embedding counts as the embedding."""
+    embeddings = [inner for inner in module.modules() if isinstance(inner, nn.Embedding)]
+    tables = {id(parameter) for inner in embeddings for parameter in inner.parameters(recurse=False)}
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in module.parameters():
         if parameter.requires_grad:

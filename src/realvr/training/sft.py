@@ -61,7 +61,7 @@ class SftTask:
     def __init__(self, backbone: Backbone, settings: Any, ranks: Ranks, data: TrainingData) -> None:
         self.backbone, self.settings, self.ranks, self.data = backbone, settings, ranks, data
         self.share = share_of_batch(settings, ranks)
-        self.adapters = Adapters(backbone, settings.lora)
+        self.adapters = Adapters(backbone, settings.lora, markers=backbone.latents > 0)
         self.module = SftStep(
             backbone,
             settings.reconstruction_weight,
