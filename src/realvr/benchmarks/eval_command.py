@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from realvr.errors import UserError
+from realvr.progress import Bar, busy
 from realvr.runlock import hold
 
 if TYPE_CHECKING:
@@ -285,7 +286,7 @@ def read_questions(job: Job, show: bool = True) -> list[Questions]:
 
     found = []
     for name, path in job.benches().items():
-        with _reading(name, show) as on_progress:
+        with Bar(f"reading {name}", 1.0, show, share=True) as bar:
             loaded = questions.load(
                 name,
                 path,
@@ -294,7 +295,7 @@ def read_questions(job: Job, show: bool = True) -> list[Questions]:
                 images=job.folders().get(name),
                 mmvp_corrected=job.mmvp_corrected,
                 strict=job.strict_data,
-                on_progress=on_progress,
+                on_progress=bar.set,
             )
         found.append(loaded)
         if not show:
@@ -311,19 +312,6 @@ def read_questions(job: Job, show: bool = True) -> list[Questions]:
     return found
 
 
-@contextmanager
-def _reading(name: str, show: bool) -> Iterator[Any]:
-    """A bar while files are read: the large ones take minutes."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not (show and console.is_terminal)) as progress:
-        task = progress.add_task(f"reading {name}", total=1.0)
-        yield lambda fraction: progress.update(task, completed=fraction)
-
-
 def _one(
     job: Job,
     model: str,
@@ -338,7 +326,8 @@ def _one(
     from realvr.benchmarks.runner import budgets
     from realvr.benchmarks.runner import evaluate as ask_everything
 
-    responder = load_responder(job, model, name, ranks)
+    with busy(f"reading {model}", ranks.rank == 0):
+        responder = load_responder(job, model, name, ranks)
     chosen = budgets(settings, responder.latents)
     others = [latents for latents in job.budgets() or () if latents not in (0, responder.latents)]
     if ranks.rank == 0 and others:

@@ -6,27 +6,15 @@ import time
 from collections.abc import Sequence
 from types import TracebackType
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from realvr.benchmarks.records import Prediction
+from realvr.progress import Bar
 
 
 class Meter:
-    """A bar over ``total`` answers, gone when finished; silent where nobody watches."""
+    """Progress over ``total`` answers."""
 
     def __init__(self, total: int, show: bool = True) -> None:
-        console = Console(stderr=True)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TextColumn("{task.fields[accuracy]}"),
-        )
-        self._progress = Progress(*columns, console=console, transient=True, disable=not (show and console.is_terminal))
-        self._task = self._progress.add_task("answers", total=total, rate="", accuracy="")
+        self._bar = Bar("answers", total, show)
         self._begun = time.monotonic()
         self._answers = 0
         self._counts: dict[str, tuple[int, int]] = {}
@@ -42,22 +30,16 @@ class Meter:
         rate = self._answers / max(time.monotonic() - self._begun, 1e-9)
         label = _label(predictions[0])
         right, asked = self._counts[label]
-        self._progress.update(
-            self._task,
-            advance=len(predictions),
-            description=label,
-            rate=f"{rate:.1f}/s",
-            accuracy=f"{right / asked:.1%} right",
-        )
+        self._bar.set(self._answers, title=label, note=f"{rate:.1f}/s, {right / asked:.1%} right")
 
     def __enter__(self) -> Meter:
-        self._progress.start()
+        self._bar.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        self._bar.__exit__(kind, error, trace)
 
 
 def _label(item: Prediction) -> str:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from realvr.benchmarks import counterfactual_summary, exchange_summary
@@ -21,6 +18,7 @@ from realvr.benchmarks.pairs import Pair, PairReport, fingerprint, read_pairs, u
 from realvr.benchmarks.tables import wide_console
 from realvr.errors import UserError
 from realvr.files import write_atomically, write_json
+from realvr.progress import Bar, busy
 from realvr.runlock import hold
 
 if TYPE_CHECKING:
@@ -98,11 +96,11 @@ def counterfactual(
         answers = Journal(out / "counterfactual.jsonl", counterfactual_summary.record_key)
         moved = Journal(out / "distances.jsonl", lambda record: record["pair"])
         options = PairOptions(count, tuple(protocol), tuple(first_span), policy, batch)
-        with _progress("pairs", len(pairs)) as advance:
-            ask_all(responder, pairs, answers, options, advance)
+        with Bar("pairs", len(pairs)) as bar:
+            ask_all(responder, pairs, answers, options, bar.advance)
         if distances:
-            with _progress("distances", len(pairs)) as advance:
-                measure_all(responder.backbone, pairs, unrelated(pairs), moved, count, batch, advance)
+            with Bar("distances", len(pairs)) as bar:
+                measure_all(responder.backbone, pairs, unrelated(pairs), moved, count, batch, bar.advance)
         kept = {pair.id for pair in pairs}
         summary = counterfactual_summary.summarise_pairs(_of(answers, kept), _of(moved, kept))
         report = counterfactual_summary.report(summary, model)
@@ -183,8 +181,8 @@ def exchange(
         settings = _settings(responder, data, pairs, found, count, policy, limit) | {"k": list(ks), "seeds": seeds}
         claim(out, "exchange_settings.json", settings)
         journal = Journal(out / "exchange.jsonl", exchange_summary.record_key)
-        with _progress("pairs", len(changed)) as advance:
-            exchange_all(responder.backbone, changed, unrelated(changed), journal, options, advance)
+        with Bar("pairs", len(changed)) as bar:
+            exchange_all(responder.backbone, changed, unrelated(changed), journal, options, bar.advance)
         summary = exchange_summary.summarise_exchange(journal.records)
         report = exchange_summary.report(summary, model)
         _write(out, "exchange", summary | {"settings": settings}, report, exchange_summary.csv_rows(summary))
@@ -256,7 +254,8 @@ def _responder(
 
     sampling = Sampling(temperature=0.0, max_new=max_new)
     quiet_transformers()
-    backbone = Backbone.load(model, device=device, dtype=dtype, min_tokens=min_tokens, max_tokens=max_tokens)
+    with busy(f"reading {model}"):
+        backbone = Backbone.load(model, device=device, dtype=dtype, min_tokens=min_tokens, max_tokens=max_tokens)
     return ModelResponder(backbone, sampling, path=model)
 
 
@@ -299,15 +298,6 @@ def _settings(
         "latents": latents,
         "policy": policy,
     }
-
-
-@contextmanager
-def _progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(title, total=total)
-        yield lambda count: progress.advance(task, count)
 
 
 def _of(journal: Journal, pairs: set[str]) -> list[Record]:

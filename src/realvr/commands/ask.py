@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from realvr.errors import UserError
+from realvr.progress import busy
 
 if TYPE_CHECKING:
     from realvr.backbone.backbone import Backbone
@@ -70,6 +71,8 @@ def ask(
     if latents is not None and latents < 0:
         raise UserError(f"--latents is {latents}: the number of latent slots cannot be negative")
     *paths, question = what
+    if not question.strip():
+        raise UserError('the question is empty: realvr ask MODEL IMAGE… "QUESTION"')
     if os.path.isfile(question):
         raise UserError(f'{question} is a file, and no question follows it: realvr ask MODEL IMAGE… "QUESTION"')
     from realvr.backbone.images import open_image
@@ -81,7 +84,8 @@ def ask(
 
     quiet_transformers()
     sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, max_new=max_new)
-    backbone = Backbone.load(model, device=device, dtype=dtype, min_tokens=min_tokens, max_tokens=max_tokens)
+    with busy(f"reading {model}"):
+        backbone = Backbone.load(model, device=device, dtype=dtype, min_tokens=min_tokens, max_tokens=max_tokens)
     count = backbone.latents if latents is None else latents
     text = f"{question}\n{instruction}" if instruction else question
     result = answer(backbone, images, text, count, sampling, seed)

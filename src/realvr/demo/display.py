@@ -15,6 +15,7 @@ from realvr.demo.files import last_metrics, progress
 from realvr.demo.plan import Step
 from realvr.demo.summary import headline
 from realvr.demo.team import Watcher
+from realvr.progress import interval
 
 _START = 6.0
 """Seconds until a process has imported what it needs."""
@@ -30,6 +31,7 @@ class Display(Watcher):
         self.own_cost = 0.0
         """Cost of what this run has completed, which tells how fast the machine is."""
         self._from: dict[str, tuple[float, int]] = {}
+        self._every, self._said = interval(), time.monotonic()
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[text]}"))
         self.bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._total = self.bars.add_task("demo", total=sum(step.cost for step in steps), text="")
@@ -55,6 +57,7 @@ class Display(Watcher):
 
     def tick(self, running: Sequence[Step]) -> None:
         if not self.console.is_terminal:
+            self._lines(running)
             return
         for step in running:
             count = progress(self.folder, step)
@@ -62,6 +65,13 @@ class Display(Watcher):
         partial = sum(step.cost * self._share(step) for step in running)
         before = sum(step.cost for step in self.steps if step.name in self.complete)
         self.bars.update(self._total, completed=before + partial, text=self._overall(running))
+
+    def _lines(self, running: Sequence[Step]) -> None:
+        """Where nobody watches: what runs, about every 30 seconds."""
+        if not self._every or time.monotonic() - self._said < self._every:
+            return
+        states = [f"{step.title} {self._state(step, progress(self.folder, step))}".strip() for step in running]
+        self._say(f"{self._overall(running)}; running: {'; '.join(states)}")
 
     def finished(self, step: Step, outcome: dict[str, Any]) -> None:
         self.complete.add(step.name)
@@ -107,6 +117,7 @@ class Display(Watcher):
         return "  ".join(parts)
 
     def _say(self, text: str) -> None:
+        self._said = time.monotonic()
         self.console.print(text, highlight=False, markup=False)
 
 

@@ -21,8 +21,8 @@ from pydantic import ValidationError
 
 from realvr import __version__
 from realvr.data.census import SHOWN
-from realvr.errors import UserError
-from realvr.files import sync
+from realvr.errors import UserError, out_of_memory
+from realvr.files import read_json, sync
 from realvr.hashes import difference, digests
 from realvr.training.configuration import differences
 from realvr.training.dropping import ReadsData
@@ -158,17 +158,21 @@ class Checkpoints:
         if path is None:
             return Progress()
         try:
-            run = json.loads((path / "run.json").read_text(encoding="utf-8"))
+            run = read_json(path / "run.json")
+            progress = _progress(run["progress"], _number(path))
             self._refuse_other_run(path, run, settings)
             self._refuse_changed(path, run)
             self._refuse_other_data(path, task)
             self.engine.load(path)
             state = read_state(path / f"rank-{self.engine.rank}")
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"{path}: the checkpoint cannot be read ({error}); remove it to go back one") from error
-        task.load_state_dict(state["task"])
-        set_generator_state(state["generators"])
-        return Progress(**run["progress"])
+            task.load_state_dict(state["task"])
+            set_generator_state(state["generators"])
+        except Exception as error:  # whatever the code that takes a state makes of one that is damaged
+            if isinstance(error, UserError) or out_of_memory(error):
+                raise
+            what = " ".join(f"{type(error).__name__}: {error}".split())
+            raise UserError(f"{path}: the checkpoint cannot be read ({what}); remove it to go back one") from error
+        return progress
 
     def _chosen(self) -> Path | None:
         """The checkpoint to continue from, the same on every rank."""
@@ -241,6 +245,14 @@ def _with_defaults(before: dict[str, Any], settings: TrainSettings) -> dict[str,
         return type(settings).model_validate(before).model_dump(mode="json")
     except ValidationError:
         return before
+
+
+def _progress(values: dict[str, Any], step: int) -> Progress:
+    found = Progress(**values)
+    counts = [found.bad_in_a_row, found.skipped, found.step]
+    if any(type(count) is not int for count in counts) or not 0 <= counts[0] <= counts[1] <= counts[2] == step:
+        raise ValueError(f"run.json: progress is {values}")
+    return found
 
 
 def _number(path: Path) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from realvr.errors import UserError, explained
+from realvr.progress import busy
 from realvr.runlock import hold
 from realvr.training.configuration import load_settings, show_help
 
@@ -57,9 +58,11 @@ def _train(kind: str, args: Sequence[str], summary: str) -> int:
     flags = [_resume(flag) for flag in rest[1:] if flag not in ("--dry-run", "--take-over")]
     settings = load_settings(kind, config, flags)
 
+    from realvr.commands.quiet import quiet_transformers
     from realvr.training import loop
     from realvr.training.engine import Engine
 
+    quiet_transformers()
     engine = Engine()
     # Before the model is read: a folder that another run writes should not cost minutes.
     held = hold(settings.run.out, f"train {kind}", take_over) if engine.main and not dry else nullcontext()
@@ -68,7 +71,9 @@ def _train(kind: str, args: Sequence[str], summary: str) -> int:
             engine.seed(settings.run.seed)
             stage = importlib.import_module(f"realvr.training.{kind}")
             run = loop.dry_run if dry else loop.train
-            code = run(stage.build_task(settings, engine), settings, engine)
+            with busy(f"train {kind}: reading model and data", engine.main and settings.log.console):
+                task = stage.build_task(settings, engine)
+            code = run(task, settings, engine)
     except Exception as error:
         found = explained(error)
         if engine.world == 1 or found is None:

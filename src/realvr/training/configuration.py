@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from realvr.errors import UserError
+from realvr.files import write_atomically
 from realvr.training import methods
 from realvr.training.settings import BaseSettings, Origin, RlSettings, SftSettings, TrainSettings
 
@@ -73,7 +74,7 @@ def save_resolved(settings: TrainSettings, path: str | Path) -> Path:
     """Write the resolved settings."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(dump(settings), encoding="utf-8")
+    write_atomically(path, dump(settings))
     return path
 
 

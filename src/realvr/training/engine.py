@@ -220,6 +220,10 @@ class Engine:
             for name, tensor in own.items():
                 tensor.copy_(tensors[name])
         self._optimizer.load_state_dict(read_state(directory / "optimizer"))
+        for parameter, state in self._optimizer.state.items():
+            sizes = {tuple(value.shape) for value in state.values() if isinstance(value, Tensor) and value.dim()}
+            if not sizes <= {tuple(parameter.shape)}:
+                raise ValueError(f"the optimizer holds {sizes} for a parameter of {tuple(parameter.shape)}")
 
     def _saved(self) -> Iterator[tuple[str, Tensor]]:
         """Trained parameters (tied ones once) and the buffers that belong to the state."""

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from realvr.errors import UserError
+from realvr.errors import UserError, out_of_memory
 from realvr.files import sync
 from realvr.runlock import hold
 from realvr.training import configuration, memory, tracking
@@ -119,8 +119,11 @@ class _Run:
             prepare_s = time.perf_counter() - start
             norms = part_norms(engine, self.task, prepared) if _due(index + 1, log.parts_every) else {}
             outcome = update(engine, prepared, optim.lr_at(index), optim.clip)
-        except torch.OutOfMemoryError as error:
-            raise UserError(f"step {index + 1} ran out of GPU memory: {_memory_advice(self.settings)}") from error
+        except Exception as error:
+            if isinstance(error, UserError) or not out_of_memory(error):
+                raise
+            what = "GPU memory" if engine.device.type == "cuda" else "memory"
+            raise UserError(f"step {index + 1} ran out of {what}: {_memory_advice(self.settings)}") from error
         self.progress.step += 1
         summed = engine.sum_metrics(outcome.metrics)
         seconds = time.perf_counter() - start
@@ -289,7 +292,9 @@ def dry_run(task: Task, settings: TrainSettings, engine: Engine) -> int:
     memory.refuse_too_large(engine.module, settings.optim, engine.device)
     try:
         activations = memory.measured_peak(engine, prepared.microbatches[0])
-    except torch.OutOfMemoryError as error:
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
         raise UserError(f"one microbatch does not fit: {_memory_advice(settings)}") from error
     total = sum(found.values()) / memory.GIB
     if activations is None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from realvr.backbone.types import ImageInput
 from realvr.errors import UserError
 from realvr.training.engine import Engine
 from realvr.training.sections import OptimSettings
@@ -45,9 +47,12 @@ def refuse_too_large(module: nn.Module, settings: OptimSettings, device: torch.d
 
 def shapes(value: Any, name: str = "batch") -> Iterator[tuple[str, str]]:
     """Every tensor inside a microbatch, as (path, "dtype (shape)"). Looks into dicts, lists, tuples and objects with
-    plain attributes."""
+    plain attributes; images are summed up."""
+    if isinstance(value, list | tuple) and value and all(isinstance(item, ImageInput) for item in value):
+        yield name, images(value)
+        return
     if isinstance(value, Tensor):
-        yield name, f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        yield name, _shape(value)
         return
     items: list[tuple[str, Any]] = []
     if isinstance(value, Mapping):
@@ -58,6 +63,21 @@ def shapes(value: Any, name: str = "batch") -> Iterator[tuple[str, str]]:
         items = [(f"{name}.{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)]
     for path, item in items:
         yield from shapes(item, path)
+
+
+def _shape(value: Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+
+
+def images(found: Sequence[ImageInput]) -> str:
+    """How many, of how many visual tokens, and the shapes of their pixels, the commonest first."""
+    tokens = [image.tokens for image in found]
+    each = f"{tokens[0]}" if len(set(tokens)) == 1 else f"{min(tokens)} to {max(tokens)}"
+    sizes = Counter(_shape(image.pixels) for image in found).most_common()
+    listed = ", ".join(f"{count} x {size}" for size, count in sizes[:3])
+    more = f" and {len(sizes) - 3} other shapes" if len(sizes) > 3 else ""
+    count = f"{len(found)} image{'s' if len(found) > 1 else ''}"
+    return f"{count}, {each} visual tokens each, {sum(tokens):,} in all; pixels {listed}{more}"
 
 
 def measured_peak(engine: Engine, microbatch: Any) -> int | None:

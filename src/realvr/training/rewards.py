@@ -58,6 +58,23 @@ def load_rewards(weights: Mapping[str, float]) -> dict[str, tuple[Reward, float]
     return {name: (BUILT_IN.get(name) or _user_reward(name), float(weight)) for name, weight in weights.items()}
 
 
+def rated(name: str, reward: Reward, text: str, sample: Sample) -> float:
+    """A reward of one completion. NaN and infinity pass: the loop skips their step and names it."""
+    try:
+        value = reward(text, sample)
+        if isinstance(value, str | bytes) or value is None:
+            raise TypeError(f"it returned {value!r}")
+        return float(value)
+    except (Exception, SystemExit) as error:  # whatever the user's function does
+        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        what = " ".join(what.split())
+        where = f" ({sample.source})" if sample.source else ""
+        raise UserError(
+            f"reward '{name}' gave no number for sample '{sample.id}'{where}: {what[:300]}; the completion was "
+            f"{text[:80]!r}"
+        ) from error
+
+
 def _user_reward(name: str) -> Reward:
     path, _, function = name.rpartition(":")
     if not path:
@@ -70,7 +87,7 @@ def _user_reward(name: str) -> Reward:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's file raises
+    except (Exception, SystemExit) as error:  # whatever the user's file raises
         raise UserError(f"reward '{name}': {path} cannot be imported ({type(error).__name__}: {error})") from error
     found = getattr(module, function, None)
     if not callable(found):

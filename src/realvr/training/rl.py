@@ -31,7 +31,7 @@ from realvr.training.adapters import Adapters
 from realvr.training.dropping import EMPTY_ANSWER
 from realvr.training.evidence import NegativeBank, Prototype
 from realvr.training.examples import Encoder, all_of, answer_tokens, pad_answers, share_of_batch
-from realvr.training.rewards import correct, load_rewards, true_answer
+from realvr.training.rewards import correct, load_rewards, rated, true_answer
 from realvr.training.rl_step import RlBatch, RlOptions, RlStep, options_from
 from realvr.training.sft import load_backbone
 from realvr.training.sources import TrainingData, training_data
@@ -178,7 +178,7 @@ class RlTask:
         parts = {
             name: torch.tensor(
                 [
-                    [float(reward(completion.text, sample)) for completion in group]
+                    [rated(name, reward, completion.text, sample) for completion in group]
                     for sample, group in zip(samples, result.completions, strict=True)
                 ]
             )
@@ -284,6 +284,7 @@ class RlTask:
                     {
                         "sample": sample.id,
                         "question": sample.question,
+                        "options": list(sample.choices),
                         "answer": sample.answer,
                         "completion": group[best].text,
                         "reward": float(rewards[best]),

@@ -187,7 +187,8 @@ class LogSettings(Section):
     """What is recorded, and how often."""
 
     every: int = Field(default=1, ge=1)
-    """Steps between lines on the console; ``metrics.jsonl`` has every step."""
+    """Steps between lines on the console; ``metrics.jsonl`` has every step. Where nobody watches there is also a line
+    when 30 seconds have passed without one."""
     table_every: int = Field(default=10, ge=0)
     """Steps between tables of sampled completions (console and ``completions.jsonl``); 0: never."""
     parts_every: int = Field(default=25, ge=0)

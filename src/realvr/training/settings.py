@@ -237,6 +237,11 @@ class RlSettings(TrainSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> RlSettings:
+        if self.group < 2:
+            raise ValueError(
+                f"group is {self.group}: a completion is judged against the others of its prompt, so at least 2 are "
+                "needed"
+            )
         if self.mass_matched and self.eta == 0:
             raise ValueError("mass_matched needs eta > 0: an example without credit would have no mass")
         if self.routing == "uniform" and not self.mass_matched and self.eta != 1:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from realvr.files import sync
+from realvr.files import naming, sync
 
 _TENSOR, _TUPLE, _PAIRS = "__tensor__", "__tuple__", "__pairs__"
 
@@ -56,7 +56,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def write_text(path: Path, text: str) -> None:
     """A text file, synced to disk."""
-    with path.open("w", encoding="utf-8") as file:
+    with naming(path), path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

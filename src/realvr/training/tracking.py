@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -18,12 +19,24 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from realvr.errors import UserError
+from realvr.files import naming, write_atomically
+from realvr.progress import Ticker, duration
 from realvr.training.sections import LogSettings
 
-LINE = ("loss", "reward", "lr", "grad_norm", "tokens_per_s")
-"""Metrics on the compact line, where a stage reports them."""
+LINE = {
+    "loss": "loss",
+    "reward": "reward",
+    "evidence/margin": "g",
+    "lr": "lr",
+    "grad_norm": "grad_norm",
+    "tokens_per_s": "tokens_per_s",
+}
+"""Metrics on the compact line, where a stage reports them, and what they are called there."""
 _CELL = 300
+_CUT = ("question", "completion")
+"""Columns of a table that may be shortened: in the middle, so that the answer at the end of a completion stays."""
+_WIDTH = 160
+"""Columns of a table where nobody watches."""
 
 
 class Tracker:
@@ -42,6 +55,8 @@ class Tracker:
         self._board: Any = None
         self._bar: Progress | None = None
         self._durations: deque[float] = deque(maxlen=20)
+        self._step, self._begun = step, time.monotonic()
+        self._ticker = Ticker(self._waiting, active and settings.console and not self.console.is_terminal)
         if active:
             self._open(step)
 
@@ -65,6 +80,11 @@ class Tracker:
             self._bar = Progress(*columns, console=self.console)
             self._bar.add_task("", total=self.steps, completed=step, line="")
             self._bar.start()
+        self._ticker.__enter__()
+
+    def _waiting(self) -> str:
+        """For a step that takes long, where nobody watches."""
+        return f"step {self._step + 1}/{self.steps}: {duration(time.monotonic() - self._begun)} in this step"
 
     def log(self, step: int, metrics: dict[str, float], seconds: float) -> None:
         """Record one step's metrics. ``step`` counts from 1."""
@@ -79,11 +99,13 @@ class Tracker:
         line = self._line(metrics, step)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, line=line)
-        elif self.settings.console and (step % self.settings.every == 0 or step == self.steps):
+        elif self.settings.console and (step % self.settings.every == 0 or step == self.steps or self._ticker.due):
             self.console.print(f"step {step}/{self.steps}  {line}", highlight=False)
+            self._ticker.said()
+        self._step, self._begun = step, time.monotonic()
 
     def _line(self, metrics: dict[str, float], step: int) -> str:
-        shown = [f"{name} {metrics[name]:.4g}" for name in LINE if name in metrics]
+        shown = [f"{short} {metrics[name]:.4g}" for name, short in LINE.items() if name in metrics]
         left = sum(self._durations) / len(self._durations) * (self.steps - step)
         return "  ".join([*shown, f"eta {timedelta(seconds=round(left))}"])
 
@@ -92,14 +114,16 @@ class Tracker:
         if not self.active or not rows:
             return
         for row in rows:
-            self._write(self._completions, {"step": step, **row})
+            self._write(self._completions, {"step": step, **_json(row)})
         if not self.settings.console:
             return
         names = list(dict.fromkeys(name for row in rows for name in row))
-        table = Table(*names, title=f"step {step}", show_lines=True)
+        table = Table(title=f"step {step}", show_lines=True)
+        for name in names:
+            table.add_column(name, overflow="fold")  # rich would cut a long word off
         for row in rows:
-            table.add_row(*(_cell(row.get(name)) for name in names))
-        self.console.print(table)
+            table.add_row(*(_cell(row.get(name), name in _CUT) for name in names))
+        self.console.print(table, width=None if self.console.is_terminal else _WIDTH)
 
     def note(self, text: str) -> None:
         """One line for the person watching."""
@@ -108,19 +132,19 @@ class Tracker:
 
     def _write(self, file: TextIO | None, value: dict[str, Any]) -> None:
         assert file is not None
-        try:
+        with naming(file.name):
             file.write(json.dumps(value, ensure_ascii=True, allow_nan=False) + "\n")
             file.flush()
-        except OSError as error:
-            raise UserError(f"{file.name} cannot be written ({error.strerror})") from error
 
     def close(self) -> None:
         """Finish the files and the display."""
+        self._ticker.__exit__(None, None, None)
         if self._bar is not None:
             self._bar.stop()
         for file in (self._metrics, self._completions, self._board):
             if file is not None:
-                file.close()
+                with suppress(OSError):  # every line was flushed when it was written: what fails now failed then
+                    file.close()
 
     def __enter__(self) -> Tracker:
         return self
@@ -132,32 +156,40 @@ class Tracker:
 
 
 def truncate(path: Path, step: int) -> dict[str, Any]:
-    """Keep the lines of steps up to ``step``, drop the rest and a line cut short by a kill; returns the last kept."""
+    """Keep the lines of steps up to ``step``, drop the rest and a line cut short by a kill; returns the last kept.
+
+    Other lines that are not records of a step are dropped too, with a note.
+    """
     if not path.exists():
         return {}
-    kept: list[str] = []
+    kept: list[bytes] = []
     last: dict[str, Any] = {}
-    whole = True
-    for line in path.read_text(encoding="utf-8").splitlines():
+    whole, damaged = True, 0
+    with naming(path):
+        lines = path.read_bytes().split(b"\n")
+    cut_short = lines.pop()  # nothing, where the last line is whole
+    for line in lines:
         value = _parsed(line)
-        if value is None or value.get("step", 0) > step:
+        if value is None or value["step"] > step:
+            damaged += value is None
             whole = False
             continue
-        kept.append(line)
+        kept.append(line + b"\n")
         last = value
-    if not whole:
-        temporary = path.with_name(path.name + ".partial")
-        temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        os.replace(temporary, path)
+    if damaged:
+        print(f"realvr: note: {path}: dropped {damaged} lines that are no records of a step", file=sys.stderr)
+    if not whole or cut_short:
+        write_atomically(path, b"".join(kept))
     return last
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """The record of a step in a line; None where it is none."""
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
+    return value if isinstance(value, dict) and type(value.get("step")) is int else None
 
 
 def _finite(value: float) -> float | None:
@@ -165,9 +197,25 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _cell(value: Any) -> str:
-    text = f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
-    return escape(text if len(text) <= _CELL else text[: _CELL - 1] + "…")
+def _json(value: Any) -> Any:
+    """The value as JSON can hold it, numbers that are not finite as null."""
+    if isinstance(value, dict):
+        return {name: _json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(item) for item in value]
+    return _finite(value) if isinstance(value, float) else value
+
+
+def _cell(value: Any, cut: bool) -> str:
+    """A cell of the table on the console."""
+    if isinstance(value, list | tuple):  # options
+        text = "\n".join(f"{chr(ord('A') + place)}. {item}" for place, item in enumerate(value))
+    else:
+        text = f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+    if cut and len(text) > _CELL:
+        half = _CELL // 2
+        text = f"{text[:half]} … {text[-half:]}"
+    return escape(text)
 
 
 def card(title: str, settings_yaml: str, metrics: dict[str, Any], tags: Iterable[str]) -> str:

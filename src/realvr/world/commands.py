@@ -15,7 +15,6 @@ from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from realvr import runlock
@@ -24,6 +23,7 @@ from realvr.data.reading import read
 from realvr.data.sample import Sample
 from realvr.errors import UserError
 from realvr.files import write_atomically
+from realvr.progress import Bar
 from realvr.world.benchmarks import Resize
 from realvr.world.items import Item
 from realvr.world.questions import Withheld
@@ -99,19 +99,19 @@ def _forget(folder: Path) -> None:
         left[0].unlink()
 
 
-def _counted(found: Iterator[Sample], progress: Progress, title: str, total: int | None) -> Iterator[Sample]:
-    task = progress.add_task(title, total=total)
-    for sample in found:
-        yield sample
-        progress.advance(task)
+def _counted(found: Iterator[Sample], title: str, total: int | None) -> Iterator[Sample]:
+    with Bar(title, total) as bar:
+        for sample in found:
+            yield sample
+            bar.advance()
 
 
-def _write(recipe: Recipe, folder: Path, format: Format, workers: int, progress: Progress) -> tuple[int, list[Path]]:
+def _write(recipe: Recipe, folder: Path, format: Format, workers: int) -> tuple[int, list[Path]]:
     """Write one split; the real layout is made from our own file, so everything is drawn once."""
     info = recipe.info
     per_unit = {"mmvp": 2, "counterfactual": 2, "hrbench-4k": 4, "hrbench-8k": 4}.get(recipe.split, 1)
     total = len(recipe.units()) * per_unit
-    made = _counted(samples(recipe, workers), progress, recipe.split, total)
+    made = _counted(samples(recipe, workers), recipe.split, total)
     real = layout_path(recipe.split, folder)
     if format == "real" and info.layout != "jsonl":
         done = write(made, info.layout, real)
@@ -120,7 +120,7 @@ def _write(recipe: Recipe, folder: Path, format: Format, workers: int, progress:
     done = write(made, "jsonl", own)
     if format == "jsonl" or info.layout == "jsonl":
         return done.rows, done.files
-    again = _counted(read(own, "jsonl"), progress, f"{recipe.split} as {info.layout}", total)
+    again = _counted(read(own, "jsonl"), f"{recipe.split} as {info.layout}", total)
     return done.rows, done.files + write(again, info.layout, real).files
 
 
@@ -166,20 +166,18 @@ def make(
         raise UserError(f"format {format!r}: choose all, jsonl or real")
     recipes = [recipe_of(name, seed, count, size, kinds, withheld, resize_pixels, patch) for name in names]
     table = Table("split", "rows", "files")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        for recipe in recipes:
-            folder = Path(out) / recipe.split
-            with runlock.hold(folder, "world make", take_over):
-                try:
-                    _claim(folder, recipe)
-                    rows, files = _write(recipe, folder, format, workers, progress)
-                except UserError:
-                    _forget(folder)
-                    raise
-                except OSError as error:
-                    raise UserError(f"{folder}: cannot be written ({error.strerror or error})") from None
-            table.add_row(recipe.split, f"{rows:,}", ", ".join(str(file.relative_to(out)) for file in files))
+    for recipe in recipes:
+        folder = Path(out) / recipe.split
+        with runlock.hold(folder, "world make", take_over):
+            try:
+                _claim(folder, recipe)
+                rows, files = _write(recipe, folder, format, workers)
+            except UserError:
+                _forget(folder)
+                raise
+            except OSError as error:
+                raise UserError(f"{folder}: cannot be written ({error.strerror or error})") from None
+        table.add_row(recipe.split, f"{rows:,}", ", ".join(str(file.relative_to(out)) for file in files))
     console.print(table)
     return 0
 

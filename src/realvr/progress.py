@@ -1,0 +1,141 @@
+"""How far a long verb is, on standard error: a bar on a terminal, elsewhere a line about every 30 seconds. No torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+SECONDS = "REALVR_PROGRESS_SECONDS"
+"""Environment variable: seconds between lines where nobody watches; 0 switches them off."""
+
+
+def interval() -> float:
+    """Seconds between lines where nobody watches."""
+    try:
+        return max(0.0, float(os.environ.get(SECONDS, "30")))
+    except ValueError:
+        return 30.0
+
+
+def watched() -> bool:
+    """Whether standard error is a terminal."""
+    return Console(stderr=True).is_terminal
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds."""
+    return str(timedelta(seconds=max(0, round(seconds))))
+
+
+class Ticker:
+    """Prints ``say()`` whenever `interval` seconds have passed without a line.
+
+    From a thread, because one batch, or the reading of a model, may take longer than that.
+    """
+
+    def __init__(self, say: Callable[[], str], active: bool = True) -> None:
+        self._say, self._every = say, interval()
+        self._active = active and self._every > 0
+        self._ended = threading.Event()
+        self._last = time.monotonic()
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for a line."""
+        return self._active and time.monotonic() - self._last >= self._every
+
+    def said(self) -> None:
+        """A line has just been printed by somebody else."""
+        self._last = time.monotonic()
+
+    def __enter__(self) -> Ticker:
+        self._last = time.monotonic()
+        if self._active:
+            threading.Thread(target=self._run, daemon=True, name="progress").start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+
+    def _run(self) -> None:
+        while not self._ended.wait(min(1.0, self._every / 2)):
+            if self.due:
+                self.said()
+                print(self._say(), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def busy(what: str, show: bool = True) -> Iterator[None]:
+    """Around work that has no count, such as the reading of a model."""
+    begun = time.monotonic()
+    with Ticker(lambda: f"{what}: {duration(time.monotonic() - begun)} so far", show and not watched()):
+        yield
+
+
+class Bar:
+    """Progress over ``total`` things. ``share`` counts a fraction of the whole instead."""
+
+    def __init__(self, title: str, total: float | None, show: bool = True, share: bool = False) -> None:
+        self.title, self.total, self.note = title, total, ""
+        self.done = 0.0
+        self._share = share
+        self._begun = time.monotonic()
+        console = Console(stderr=True)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn() if share else MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        self._bar = Progress(*columns, console=console, transient=True, disable=not (show and console.is_terminal))
+        self._task = self._bar.add_task(title, total=total, note="")
+        self._ticker = Ticker(self.line, show and not console.is_terminal)
+
+    def advance(self, count: float = 1) -> None:
+        """So many more are done."""
+        self.set(self.done + count)
+
+    def set(self, done: float, title: str | None = None, note: str | None = None) -> None:
+        """So many are done in all."""
+        self.done = done
+        self.title = self.title if title is None else title
+        self.note = self.note if note is None else note
+        self._bar.update(self._task, completed=done, description=self.title, note=self.note)
+
+    def line(self) -> str:
+        """Where it stands, in one line."""
+        seconds = time.monotonic() - self._begun
+        parts = [f"{self.title}: {self._count()}", f"{duration(seconds)} so far"]
+        if self.total and 0 < self.done < self.total:
+            parts.append(f"{duration(seconds / self.done * (self.total - self.done))} left")
+        return ", ".join([*parts, self.note] if self.note else parts)
+
+    def _count(self) -> str:
+        if self.total is None:
+            return f"{self.done:,.0f}"
+        percent = f"{self.done / self.total:.0%}" if self.total else "100%"
+        return percent if self._share else f"{self.done:,.0f} of {self.total:,.0f} ({percent})"
+
+    def __enter__(self) -> Bar:
+        self._begun = time.monotonic()
+        self._bar.start()
+        self._ticker.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ticker.__exit__(kind, error, trace)
+        self._bar.stop()
