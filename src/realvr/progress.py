@@ -36,6 +36,10 @@ def duration(seconds: float) -> str:
     return str(timedelta(seconds=max(0, round(seconds))))
 
 
+_active: list[Ticker] = []
+"""Those that run, the innermost last: it alone prints."""
+
+
 class Ticker:
     """Prints ``say()`` whenever `interval` seconds have passed without a line.
 
@@ -51,7 +55,8 @@ class Ticker:
     @property
     def due(self) -> bool:
         """Whether it is time for a line."""
-        return self._active and time.monotonic() - self._last >= self._every
+        innermost = bool(_active) and _active[-1] is self
+        return innermost and time.monotonic() - self._last >= self._every
 
     def said(self) -> None:
         """A line has just been printed by somebody else."""
@@ -60,6 +65,7 @@ class Ticker:
     def __enter__(self) -> Ticker:
         self._last = time.monotonic()
         if self._active:
+            _active.append(self)
             threading.Thread(target=self._run, daemon=True, name="progress").start()
         return self
 
@@ -67,6 +73,10 @@ class Ticker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
+        if self in _active:
+            _active.remove(self)
+        for outer in _active[-1:]:
+            outer.said()
 
     def _run(self) -> None:
         while not self._ended.wait(min(1.0, self._every / 2)):

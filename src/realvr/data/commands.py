@@ -5,8 +5,6 @@ from __future__ import annotations
 import json as json_module
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +12,6 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from realvr.backbone.families import FAMILIES
@@ -29,6 +26,7 @@ from realvr.data.reading import Report, read
 from realvr.data.sample import Sample
 from realvr.data.statistics import Statistics
 from realvr.errors import UserError
+from realvr.progress import Bar
 
 USABLE, NOTHING_USABLE, UNREADABLE = 0, 1, 2
 Policy = Literal["skip", "strict"]
@@ -36,22 +34,6 @@ Policy = Literal["skip", "strict"]
 
 def _fail(error: Exception) -> None:
     Console(stderr=True, soft_wrap=True).print(f"[bold red]error[/]: {escape(str(error))}", highlight=False)
-
-
-@contextmanager
-def _progress(paths: Sequence[Path], report: Report) -> Iterator[Progress]:
-    """A bar with the time left, on standard error, gone when finished; silent where nobody watches."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(paths))
-
-        def update(fraction: float) -> None:
-            done = int(progress.tasks[0].fields.get("before", 0))
-            progress.update(task, completed=done + fraction, description=f"{report.ok:,} ok")
-
-        report.on_progress = update
-        yield progress
 
 
 def check(
@@ -99,9 +81,9 @@ def _same(one: Path, other: Path) -> bool:
 def _check(inputs: list[Path], format: str | None, options: ReadOptions, report: Report, json: bool) -> int:
     statistics = Statistics()
     files: list[dict[str, Any]] = []
-    with report, _progress(inputs, report) as progress:
+    with report, Bar("data check", len(inputs), share=True) as bar:
         for number, path in enumerate(inputs):
-            progress.update(progress.task_ids[0], before=number)
+            report.on_progress = lambda part, before=number: bar.set(before + part, note=f"{report.ok:,} ok")
             files.append(_check_one(path, format, options, report, statistics))
     result = _result(files, report, statistics)
     if json:
@@ -307,7 +289,9 @@ def _export(path: Path, out: Path, to: str, format: str | None, options: ReadOpt
             raise UserError(f"{out}: the export would overwrite its own input; choose another file")
         if to.lower() in ("mmvp", "blink") and out.is_dir() and any(out.iterdir()):
             raise UserError(f"{out}: the folder is not empty; name a new one, so that no file there is overwritten")
-        written = write(read(path, format, options, report), to, out, strict=options.policy == "strict")
+        with Bar(f"{path} as {to}", 1.0, share=True) as bar:
+            report.on_progress = bar.set
+            written = write(read(path, format, options, report), to, out, strict=options.policy == "strict")
     except OSError as error:
         _fail(UserError(f"{out}: cannot be written ({error.strerror or error})"))
         return UNREADABLE

@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 
 from realvr.errors import UserError
+from realvr.progress import busy
 
 
 def report(
@@ -41,5 +42,7 @@ def report(
         raise UserError("no run named: realvr report RUN… --out DIR")
     from realvr.report.page import build
 
-    print(build(runs, out, title=title, baseline=baseline, policy=policy))
+    with busy("writing the report"):
+        page = build(runs, out, title=title, baseline=baseline, policy=policy)
+    print(page)
     return 0

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +19,7 @@ from realvr.data.reading import Report, read
 from realvr.data.sample import Sample
 from realvr.errors import UserError
 from realvr.files import read_json
+from realvr.progress import Bar
 
 if TYPE_CHECKING:
     from realvr.training.sections import SourceSettings
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 RECORD = "data.json"
 """File of a run's folder that says what became of the rows."""
-_EVERY_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -65,8 +63,9 @@ def training_data(settings: TrainSettings, ranks: Ranks) -> TrainingData:
             duplicates=source.duplicates,
             boxes=source.boxes,
         )
-        report = Report(on_progress=_progress_lines(source.path) if first else None)
-        lists.append((source, list(read(source.path, source.format, options, report)), report))
+        with Bar(f"data: {source.path}", 1.0, first, share=True) as bar:
+            report = Report(on_progress=bar.set)
+            lists.append((source, list(read(source.path, source.format, options, report)), report))
     images = census.distinct_images([sample for _, samples, _ in lists for sample in samples]) if first else []
     stats = census.image_stats(images)
     missing: set[str] = ranks.gather_objects(census.absent(images, stats))[0]
@@ -125,16 +124,3 @@ def _known_hashes(out: Path) -> dict[str, dict[str, Any]]:
     except UserError:
         return {}
     return files if isinstance(files, dict) else {}
-
-
-def _progress_lines(path: str) -> Callable[[float], None]:
-    """Prints a line about every 30 s, so that a source of hundreds of thousands of rows is seen to be read."""
-    last = time.monotonic()
-
-    def update(fraction: float) -> None:
-        nonlocal last
-        if time.monotonic() - last >= _EVERY_S:
-            last = time.monotonic()
-            print(f"data: {path}: {fraction:.0%} read", file=sys.stderr, flush=True)
-
-    return update
