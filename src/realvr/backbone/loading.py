@@ -68,7 +68,7 @@ def load(
     device, dtype = _device(device), _dtype(dtype)
     tokenizer = _load_tokenizer(source)
     known = _remembered(config, source)
-    stored = Limits.from_note(known.get("images", {}), f"{source}: config.json, {CONFIG_KEY}.images")
+    stored = _stored_limits(known, source)
     given = Limits(min_tokens, max_tokens, tiles, max_tiles)
     processor = ImageProcessor.load(source, family, config, **vars(stored.then(given)))
     model = _load_model(source, dtype, device)
@@ -84,6 +84,18 @@ def load(
     if announce:
         _announce(str(path), source, backbone, known, stored)
     return backbone
+
+
+def load_processor(path: str | Path, max_tokens: int | None = None) -> ImageProcessor:
+    """The image processor of a checkpoint, with the limits it was trained with, without reading its weights."""
+    source = locate(path)
+    config, family = read_config(source)
+    limits = _stored_limits(_remembered(config, source), source).then(Limits(max_tokens=max_tokens))
+    return ImageProcessor.load(source, family, config, **vars(limits))
+
+
+def _stored_limits(known: dict[str, Any], source: str) -> Limits:
+    return Limits.from_note(known.get("images", {}), f"{source}: config.json, {CONFIG_KEY}.images")
 
 
 def _announce(name: str, source: str, backbone: Backbone, known: dict[str, Any], stored: Limits) -> None:

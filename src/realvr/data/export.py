@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +31,22 @@ from realvr.data.readers.virl39k import unbox
 from realvr.data.readers.visual_cot import BOX_REQUEST
 from realvr.data.reasons import BadRow, FileError
 from realvr.data.sample import Box, Sample
+from realvr.errors import UserError
 
 
-def write(samples: Iterable[Sample], to: str, out: str | Path, strict: bool = True) -> Written:
+def write(samples: Iterable[Sample], to: str, out: str | Path, strict: bool = True, link: bool = False) -> Written:
     """Write ``samples`` in layout ``to`` at ``out``: a file, or a folder for MMVP and BLINK.
 
-    Images go into ``images/`` beside the file, unchanged, unless the layout holds them itself. A sample that the layout
-    cannot hold stops the export, or is counted and left out with ``strict=False``. HR-Bench and MME-RealWorld follow
-    the extension of ``out`` (.tsv, .parquet; .json, .tsv).
+    Images go into ``images/`` beside the file, unchanged, unless the layout holds them itself; with ``link`` image
+    files are linked there, not copied. A sample that the layout cannot hold stops the export, or is counted and left
+    out with ``strict=False``. HR-Bench and MME-RealWorld follow the extension of ``out`` (.tsv, .parquet; .json, .tsv).
     """
     key = to.lower().replace("_", "-")
     if key not in WRITERS:
         raise FileError(reasons.FORMAT_UNKNOWN, f"no layout {to!r} to export to; choose one of {', '.join(WRITERS)}")
     path = Path(out)
+    if link and (key not in LINKING or (key == "mme-realworld" and path.suffix != ".json")):
+        raise UserError(f"{to} holds its images itself: nothing can be linked; leave out --link")
     if path.is_dir() and key not in ("mmvp", "blink"):
         raise FileError(reasons.NOT_A_FILE, f"{path}: is a folder; name the file to write")
     if key in ("mmvp", "blink"):
@@ -50,7 +54,8 @@ def write(samples: Iterable[Sample], to: str, out: str | Path, strict: bool = Tr
     # Under another name until it is whole: a damaged input or a full disk must not cost a file that was there.
     part = path.with_name(f".{path.stem}.part{path.suffix}")
     try:
-        written = WRITERS[key](samples, part, strict)
+        write_all = partial(WRITERS[key], link=True) if link else WRITERS[key]
+        written = write_all(samples, part, strict)
         part.replace(path)
     finally:
         with suppress(OSError):  # where even the folder could not be made
@@ -58,10 +63,10 @@ def write(samples: Iterable[Sample], to: str, out: str | Path, strict: bool = Tr
     return replace(written, files=[path])
 
 
-def write_jsonl(samples: Iterable[Sample], out: Path, strict: bool) -> Written:
+def write_jsonl(samples: Iterable[Sample], out: Path, strict: bool, link: bool = False) -> Written:
     """Our own JSON lines: everything a sample says."""
     written = Written([out])
-    store = ImageStore(out.parent)
+    store = ImageStore(written, link)
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("w", encoding="utf-8") as file:
 
@@ -122,10 +127,10 @@ def _viscot_row(sample: Sample, names: list[str]) -> dict[str, Any]:
     }
 
 
-def write_visual_cot(samples: Iterable[Sample], out: Path, strict: bool) -> Written:
+def write_visual_cot(samples: Iterable[Sample], out: Path, strict: bool, link: bool = False) -> Written:
     """Visual-CoT rows: pixel boxes behind the image path, and the padded-square box in turn 1."""
     written = Written([out])
-    store = ImageStore(out.parent)
+    store = ImageStore(written, link)
     with json_array(out) as array:
 
         def row(sample: Sample) -> None:
@@ -164,10 +169,10 @@ def _lvr_row(sample: Sample, names: list[str]) -> dict[str, Any]:
     return row | ({"task": sample.task} if sample.task else {})
 
 
-def write_lvr(samples: Iterable[Sample], out: Path, strict: bool) -> Written:
+def write_lvr(samples: Iterable[Sample], out: Path, strict: bool, link: bool = False) -> Written:
     """LVR / LLaVA-style JSON: boxes in fractions, the answer in ``<answer>`` tags."""
     written = Written([out])
-    store = ImageStore(out.parent)
+    store = ImageStore(written, link)
     with json_array(out) as array:
 
         def row(sample: Sample) -> None:
@@ -206,10 +211,10 @@ def _virl_row(sample: Sample, store: ImageStore) -> dict[str, Any]:
     }
 
 
-def write_virl39k(samples: Iterable[Sample], out: Path, strict: bool) -> Written:
+def write_virl39k(samples: Iterable[Sample], out: Path, strict: bool, link: bool = False) -> Written:
     """ViRL39K parquet. The layout has no boxes: they are lost, and counted."""
     written = Written([out])
-    store = ImageStore(out.parent)
+    store = ImageStore(written, link)
     text = ("question", "answer", "category", "source", "qid")
     types = dict.fromkeys(text, "string") | dict.fromkeys(("PassRate_32BTrained", "PassRate_7BBase"), "float64")
     with ParquetSink(out, types | {"image": "list<string>"}) as sink:
@@ -222,7 +227,10 @@ def write_virl39k(samples: Iterable[Sample], out: Path, strict: bool) -> Written
     return written
 
 
-WRITERS: dict[str, Callable[[Iterable[Sample], Path, bool], Written]] = {
+LINKING = ("jsonl", "visual-cot", "lvr", "virl39k", "mme-realworld")
+"""Layouts that name image files."""
+
+WRITERS: dict[str, Callable[..., Written]] = {
     "jsonl": write_jsonl,
     "visual-cot": write_visual_cot,
     "lvr": write_lvr,

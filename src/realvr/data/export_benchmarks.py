@@ -208,12 +208,12 @@ def _mme_table_row(sample: Sample, out: Path, image: str) -> dict[str, Any]:
     }
 
 
-def write_mme(samples: Iterable[Sample], out: Path, strict: bool) -> Written:
+def write_mme(samples: Iterable[Sample], out: Path, strict: bool, link: bool = False) -> Written:
     """MME-RealWorld JSON (images beside it), or TSV or parquet (images inside). Five options, one image."""
     written = Written([out])
     with ExitStack() as stack:
         if out.suffix == ".json":
-            store, array = ImageStore(out.parent), stack.enter_context(json_array(out))
+            store, array = ImageStore(written, link), stack.enter_context(json_array(out))
 
             def add(sample: Sample) -> None:
                 array.add(_mme_json_row(sample, store.save(sample.images[0])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ class Written:
     """Samples that the layout cannot hold, by why."""
     lost: Counter[str] = field(default_factory=Counter)
     """Parts of written samples that the layout has no place for, such as boxes."""
+    linked: int = 0
+    """Image files that were linked, not copied."""
 
 
 def suffix_of(data: bytes) -> str:
@@ -41,10 +44,16 @@ def suffix_of(data: bytes) -> str:
 
 
 class ImageStore:
-    """Saves encoded images unchanged under ``root / folder``, each distinct image once."""
+    """Saves encoded images unchanged under ``root / folder``, each distinct image once.
 
-    def __init__(self, root: Path, folder: str = "images") -> None:
-        self.root = root
+    With ``link``, image files are linked and not even read: hard links, or symbolic ones on another file system. Images
+    that are no files are written all the same.
+    """
+
+    def __init__(self, written: Written, link: bool = False, folder: str = "images") -> None:
+        self.written = written
+        self.root = written.files[0].parent
+        self.link = link
         self.folder = folder
         self.names: dict[str, str] = {}
         self.last: tuple[ImageRef, str] | None = None
@@ -52,6 +61,9 @@ class ImageStore:
     def save(self, image: ImageRef) -> str:
         """Name relative to ``root``. The image's own name is kept where it is a plain relative path."""
         if self.last is not None and self.last[0] == image:
+            return self.last[1]
+        if self.link and image.path is not None and os.path.isfile(image.path):
+            self.last = (image, self._linked(image.id, image.path))
             return self.last[1]
         data = image.read()
         digest = hashlib.sha256(data).hexdigest()
@@ -64,15 +76,43 @@ class ImageStore:
         self.last = (image, self.names[digest])
         return self.names[digest]
 
+    def _linked(self, name: str, path: Path) -> str:
+        source = path.resolve()
+        if str(source) in self.names:
+            return self.names[str(source)]
+        own = self._plain_name(name)
+        if own is None or not self._free_for(self.root / own, source):
+            own = f"{self.folder}/{hashlib.sha256(str(source).encode()).hexdigest()[:20]}{source.suffix}"
+        target = self.root / own
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not (target.exists() and target.samefile(source)):
+            target.unlink(missing_ok=True)
+            try:
+                os.link(source, target)
+            except OSError:  # another file system, or one without hard links
+                target.symlink_to(source)
+        self.written.linked += 1
+        self.names[str(source)] = own
+        return own
+
+    @staticmethod
+    def _free_for(target: Path, source: Path) -> bool:
+        return not target.is_symlink() and not target.exists() or (target.exists() and target.samefile(source))
+
     def _own_name(self, name: str, data: bytes) -> str | None:
+        own = self._plain_name(name)
+        # A different image of the same name, from this export or an earlier one in the same folder, is not overwritten.
+        if own is None or ((self.root / own).exists() and (self.root / own).read_bytes() != data):
+            return None
+        return own
+
+    def _plain_name(self, name: str) -> str | None:
+        """The image's own name under ``folder``, where it is a plain relative path of an image."""
         path = PurePosixPath(name)
         plain = not path.is_absolute() and ".." not in path.parts and "#" not in name and "\\" not in name
         if not plain or path.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tiff"):
             return None
-        own = str(path if path.parts[0] == self.folder else self.folder / path)
-        target = self.root / own
-        # A different image of the same name, from this export or an earlier one in the same folder, is not overwritten.
-        return own if not target.exists() or target.read_bytes() == data else None
+        return str(path if path.parts[0] == self.folder else self.folder / path)
 
 
 @contextmanager

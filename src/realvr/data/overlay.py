@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 
 from realvr.backbone.types import Grid
-from realvr.data.boxes import preview_grid, token_boxes, token_mask
+from realvr.data.boxes import token_boxes, token_mask
 from realvr.data.image_cache import ImageCache
-from realvr.data.sample import Sample
+from realvr.data.sample import LETTERS, Sample
 
 LONGEST = 1600
 """Longest side of a saved picture: an 8K photograph is scaled down, a thumbnail is scaled up."""
 SHORTEST = 448
 _TOKEN = (255, 170, 0)
 _BOX = (230, 20, 60)
+_TEXT = (20, 20, 20)
+_MARGIN = 8
+TEXT_LINES = 24
+"""Most lines of text under a picture."""
 
 
 def _for_viewing(image: Image.Image) -> Image.Image:
@@ -56,10 +60,60 @@ def _ordered(corners: list[float]) -> tuple[float, float, float, float]:
     return x0, y0, max(x0, x1), max(y0, y1)
 
 
+def text_of(sample: Sample) -> list[str]:
+    """What is written under a picture: the question, its options with the answer marked, or the free answer."""
+    lines = sample.question.split("\n")
+    for letter, choice in zip(LETTERS, sample.choices, strict=False):
+        lines.append(f"({letter}) {choice}" + ("   <- answer" if letter == sample.answer else ""))
+    return lines if sample.choices else [*lines, f"Answer: {sample.answer}"]
+
+
+def caption(picture: Image.Image, lines: Sequence[str]) -> Image.Image:
+    """The picture on a strip of its own width with the text under it, broken into lines that fit."""
+    size = max(13, round(picture.width / 55))
+    font = ImageFont.load_default(size)
+    pen = ImageDraw.Draw(picture)
+    wrapped = [part for line in lines for part in _wrapped(line, picture.width - 2 * _MARGIN, font, pen)]
+    if len(wrapped) > TEXT_LINES:
+        wrapped = [*wrapped[: TEXT_LINES - 1], "…"]
+    step = round(size * 1.35)
+    canvas = Image.new("RGB", (picture.width, picture.height + step * len(wrapped) + 2 * _MARGIN), (255, 255, 255))
+    canvas.paste(picture, (0, 0))
+    pen = ImageDraw.Draw(canvas)
+    for number, line in enumerate(wrapped):
+        pen.text((_MARGIN, picture.height + _MARGIN + number * step), line, fill=_TEXT, font=font)
+    return canvas
+
+
+def _wrapped(
+    line: str, width: int, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, pen: ImageDraw.ImageDraw
+) -> list[str]:
+    """One line as several that are no wider than ``width``; a word that is wider is broken."""
+    done: list[str] = []
+    current = ""
+    for word in line.split():
+        joined = f"{current} {word}".strip()
+        if pen.textlength(joined, font=font) <= width:
+            current = joined
+            continue
+        if current:
+            done.append(current)
+        while pen.textlength(word, font=font) > width and len(word) > 1:
+            fits = max(n for n in range(1, len(word)) if n == 1 or pen.textlength(word[:n], font=font) <= width)
+            done.append(word[:fits])
+            word = word[fits:]
+        current = word
+    return [*done, current]
+
+
 def save(
-    sample: Sample, number: int, folder: Path, family: str, max_tokens: int, images: ImageCache | None = None
+    sample: Sample,
+    number: int,
+    folder: Path,
+    grid_of: Callable[[Image.Image], Grid],
+    images: ImageCache | None = None,
 ) -> list[Path]:
-    """Save every image of a sample as ``NNNN_K.png``; returns the paths."""
+    """Save every image of a sample as ``NNNN_K.png``, with the question under it; returns the paths."""
     images = images or ImageCache()
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
@@ -67,6 +121,6 @@ def save(
         image = images.open(ref)
         boxes = [box.xyxy for box in sample.boxes if box.image == index]
         path = folder / f"{number:04d}_{index}.png"
-        draw(image, boxes, preview_grid(family, image.size, max_tokens)).save(path)
+        caption(draw(image, boxes, grid_of(image)), text_of(sample)).save(path)
         paths.append(path)
     return paths

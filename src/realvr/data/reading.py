@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections import Counter
@@ -38,9 +39,10 @@ class Report:
     files: dict[Path, None] = field(default_factory=dict)
     """Files that rows came from, in order."""
     quarantine: str | Path | None = None
-    """JSONL file that lists every dropped or repaired row; written only if there is one."""
+    """JSONL file that lists every dropped or repaired row; there is none after a reading without such a row."""
     on_progress: Callable[[float], None] | None = None
     _file: TextIO | None = None
+    _listed: bool = False
 
     def add(self, reason: str, detail: str, row: Row, file: Path, dropped: bool, name: str | None = None) -> None:
         """Count a dropped row (or rows) or a repair, and list it."""
@@ -49,27 +51,60 @@ class Report:
         if self.quarantine is None:
             return
         if self._file is None:
-            target = Path(self.quarantine)
-            try:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                self._file = target.open("w", encoding="utf-8")
-            except OSError as error:
-                raise UserError(f"quarantine file {target}: cannot be written ({error.strerror or error})") from None
+            self._file = self._open(Path(self.quarantine))
         entry: dict[str, Any] = {"file": str(file), "row": row.number, "reason": reason, "detail": detail}
         entry |= {"dropped": dropped} | ({"rows": row.count} if row.count != 1 else {}) | ({"id": name} if name else {})
         self._file.write(json.dumps(entry, ensure_ascii=True) + "\n")
 
+    def _open(self, target: Path) -> TextIO:
+        try:
+            if target.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "it is a folder")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            return _part(target).open("w", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"quarantine file {target}: cannot be written ({error.strerror or error})") from None
+
     def close(self) -> None:
-        """Finish the quarantine file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Put the quarantine file in its place; where no row was listed, one of an earlier reading goes."""
+        if self.quarantine is None:
+            return
+        target = Path(self.quarantine)
+        try:
+            if self._file is not None:
+                self._file.close()
+                if (part := _part(target)) != target:
+                    os.replace(part, target.resolve())
+                self._file, self._listed = None, True
+            elif not self._listed and is_quarantine(target):
+                target.unlink()
+        except OSError as error:
+            raise UserError(f"quarantine file {target}: cannot be written ({error.strerror or error})") from None
 
     def __enter__(self) -> Report:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _part(target: Path) -> Path:
+    """Where a file is written until it is whole; devices such as /dev/stderr are written to as they are."""
+    target = target.resolve()
+    return target.with_name(f".{target.name}.part") if target.is_file() or not target.exists() else target
+
+
+def is_quarantine(path: Path) -> bool:
+    """Whether a file was written as a quarantine file: nothing else is ever removed or replaced."""
+    if not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            first = file.readline(1 << 20)
+        found = json.loads(first) if first.strip() else {}
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and (not first or {"file", "row", "reason", "detail"} <= set(found))
 
 
 def read(
