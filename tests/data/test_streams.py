@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from realvr.data import streams
+from realvr.data import json_list, streams, tables
 
 quick = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 values = st.recursive(
@@ -24,7 +24,7 @@ values = st.recursive(
 @pytest.fixture
 def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of three bytes, so that elements, strings and characters are cut everywhere."""
-    monkeypatch.setattr(streams, "CHUNK", 3)
+    monkeypatch.setattr(json_list, "CHUNK", 3)
 
 
 @quick
@@ -66,7 +66,7 @@ def test_table_equals_the_csv_module(rows: list[list[str]], tmp_path: Path) -> N
     writer.writerows([str(i), *row, "aGk="] for i, row in enumerate(rows))
     file = tmp_path / "x.tsv"
     file.write_text(buffer.getvalue(), newline="")
-    found = list(streams.table_rows(file, "image"))
+    found = list(tables.table_rows(file, "image"))
     assert [row.error for row in found] == [None] * len(rows)
     assert [[row.data["question"], row.data["other"]] for row in found] == rows
     for row in found:
@@ -78,7 +78,7 @@ def test_a_stray_quote_costs_no_other_row(tmp_path: Path) -> None:
     file = tmp_path / "x.tsv"
     rows = ['1\t"cut', "2\tfine\ty", '3\t"two\nlines"\tz', '4\t"size" 5\ty', '5\t"never closed\tx', "6\tfine\ty"]
     file.write_text("\n".join(["index\tquestion\timage", *rows]) + "\n")
-    first, *rest = streams.table_rows(file, "image")
+    first, *rest = tables.table_rows(file, "image")
     assert first.error is not None and first.error.reason == "row_truncated"
     texts = ["fine", "two\nlines", '"size" 5', '"never closed', "fine"]
     assert [row.data["question"] for row in rest] == texts

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from realvr.data import parquet, reasons
-from realvr.data.readers import blink, hr_bench, jsonl, lvr, mme_realworld, mmvp, virl39k, visual_cot
+from realvr.data.readers import blink, hr_bench, jsonl, lvr, mme_realworld, mmvp, virl39k, visual_cot, vstar
 from realvr.data.readers.base import Format, ReadOptions
 from realvr.data.reasons import FileError
-from realvr.data.streams import json_rows, open_file, table_header
+from realvr.data.streams import json_rows, open_file
+from realvr.data.tables import table_header
 
 FORMATS: dict[str, Format] = {
     fmt.name: fmt
@@ -24,17 +25,20 @@ FORMATS: dict[str, Format] = {
         blink.FORMAT,
         hr_bench.FORMAT,
         mme_realworld.FORMAT,
+        vstar.FORMAT,
         jsonl.FORMAT,
     )
 }
 
 # From the most to the least telling columns: HR-Bench columns minus the cycle are nearly those of MME-RealWorld.
-_TABLES: dict[str, tuple[str, ...]] = {
-    "hr-bench": hr_bench.REQUIRED,
-    "mme-realworld": mme_realworld.REQUIRED,
-    "blink": blink.REQUIRED,
-    "virl39k": virl39k.REQUIRED,
+_TABLES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "hr-bench": (hr_bench.REQUIRED,),
+    "mme-realworld": mme_realworld.TABLES,
+    "blink": (blink.REQUIRED,),
+    "virl39k": (virl39k.REQUIRED,),
+    "vstar": (vstar.REQUIRED,),
 }
+"""Columns that a format's tables must have, in each of its layouts."""
 _PROBE_ROWS = 5
 _SPLIT_FILE = re.compile(r"(\w+)-\d+-of-\d+")
 
@@ -86,15 +90,20 @@ def _parquet_files(path: Path) -> list[Path]:
     return sorted(file for pattern in ("*", "*/*", "*/*/*") for file in path.glob(f"{pattern}.parquet"))
 
 
+def _lost(fmt: str, found: list[str]) -> list[str]:
+    """Columns that a table lacks, by the layout of the format that is nearest."""
+    return min(([name for name in layout if name not in found] for layout in _TABLES[fmt]), key=len)
+
+
 def _by_columns(path: Path, found: list[str]) -> Format:
-    for name, required in _TABLES.items():
-        if set(required) <= set(found):
+    for name in _TABLES:
+        if not _lost(name, found):
             return FORMATS[name]
-    likely = max(_TABLES, key=lambda name: len(set(_TABLES[name]) & set(found)))
-    lost = ", ".join(name for name in _TABLES[likely] if name not in found)
+    likely = max(_TABLES, key=lambda name: max(len(set(layout) & set(found)) for layout in _TABLES[name]))
     raise FileError(
         reasons.WRONG_COLUMNS,
-        f"{path}: columns {', '.join(found)[:200]} fit no format; nearest is {likely}, which also needs {lost}",
+        f"{path}: columns {', '.join(found)[:200]} fit no format; nearest is {likely}, which also needs "
+        f"{', '.join(_lost(likely, found))}",
     )
 
 
@@ -119,10 +128,14 @@ def _json_format(row: dict[str, Any]) -> str | None:
         return "mme-realworld"
     if {"data_path", "image_folder"} <= set(row):
         return "lvr-meta"
+    if set(vstar.REQUIRED) <= set(row):
+        return "vstar"
     if "conversations" in row:
         images = row.get("image")
         marked = isinstance(images, list) and any("###" in str(entry) for entry in images)
         return "visual-cot" if marked else "lvr"
+    if {"bboxs", "question", "answer"} <= set(row):
+        return "visual-cot"
     if "images" in row and ("question" in row or "turns" in row):
         return "jsonl"
     return None
@@ -164,12 +177,11 @@ def _of_split(path: Path, files: list[Path], split: str) -> list[Path]:
 
 def _check_columns(path: Path, fmt: Format) -> None:
     """Refuse a table whose columns are not those of a format that was named explicitly."""
-    required = _TABLES.get(fmt.name)
     suffix = path.suffix.lower()
-    if required is None or suffix not in (".parquet", ".tsv"):
+    if fmt.name not in _TABLES or suffix not in (".parquet", ".tsv"):
         return
     found = parquet.columns(path) if suffix == ".parquet" else table_header(path)
-    if lost := [name for name in required if name not in found]:
+    if lost := _lost(fmt.name, found):
         raise FileError(
             reasons.WRONG_COLUMNS, f"{path}: no column {', '.join(lost)} ({fmt.title}); found {', '.join(found)[:200]}"
         )

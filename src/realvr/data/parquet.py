@@ -10,6 +10,7 @@ from realvr.data import reasons
 from realvr.data.readers.base import Row
 from realvr.data.reasons import BadRow, FileError
 from realvr.data.streams import open_file
+from realvr.data.tables import unambiguous
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,7 +42,15 @@ def _first_line(error: BaseException) -> str:
 def columns(path: Path) -> list[str]:
     """Column names, from the footer."""
     with _open(path) as file:
-        return list(file.schema_arrow.names)
+        return _names(path, file)
+
+
+def _names(path: Path, file: pq.ParquetFile) -> list[str]:
+    """Column names, each of which must occur once."""
+    try:
+        return unambiguous(path, list(file.schema_arrow.names))
+    except UnicodeDecodeError:
+        raise FileError(reasons.NOT_UTF8, f"{path}: the column names are not UTF-8") from None
 
 
 def parquet_rows(path: Path, wanted: Sequence[str]) -> Iterator[Row]:
@@ -49,7 +58,8 @@ def parquet_rows(path: Path, wanted: Sequence[str]) -> Iterator[Row]:
     import pyarrow as pa
 
     with _open(path) as file:
-        present = [name for name in wanted if name in file.schema_arrow.names]
+        names = _names(path, file)
+        present = [name for name in wanted if name in names]
         total = file.metadata.num_rows
         number = 0
         row_bytes = sum(file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)) / max(1, total)
@@ -70,12 +80,18 @@ def parquet_rows(path: Path, wanted: Sequence[str]) -> Iterator[Row]:
 
 
 def _cells(batch: pa.RecordBatch, index: int, names: list[str], number: int, progress: float) -> Row:
+    import pyarrow as pa
+
     row: dict[str, Any] = {}
     for name in names:
         try:
             row[name] = batch.column(name)[index].as_py()
         except UnicodeDecodeError:
             return Row(number, error=BadRow(reasons.NOT_UTF8, f"column {name!r} is not UTF-8"), progress=progress)
+        except (ArithmeticError, LookupError, TypeError, ValueError, pa.ArrowException) as error:
+            # Times outside Python's range, unknown time zones, duplicate names in a struct, types without a value.
+            detail = f"column {name!r} holds a value that cannot be converted ({_first_line(error)})"
+            return Row(number, error=BadRow(reasons.CELL_UNREADABLE, detail), progress=progress)
     return Row(number, row, progress=progress)
 
 

@@ -21,7 +21,10 @@ NOT_UTF8 = "not_utf8"
 JSON_INVALID = "json_invalid"
 ROW_TRUNCATED = "row_truncated"
 ROW_MALFORMED = "row_malformed"
+ROW_TOO_DEEP = "row_too_deep"
+CELL_UNREADABLE = "cell_unreadable"
 DUPLICATE_ID = "duplicate_id"
+ID_INVALID = "id_invalid"
 FIELD_MISSING = "field_missing"
 FIELD_TYPE = "field_type"
 QUESTION_EMPTY = "question_empty"
@@ -29,6 +32,8 @@ ANSWER_EMPTY = "answer_empty"
 ANSWER_HIDDEN = "answer_hidden"
 ANSWER_NOT_IN_CHOICES = "answer_not_in_choices"
 CHOICES_MALFORMED = "choices_malformed"
+CHOICES_EQUAL = "choices_equal"
+CHOICE_TYPE = "choice_type"
 BOXED_UNBALANCED = "boxed_unbalanced"
 # Images
 IMAGE_LIST_EMPTY = "image_list_empty"
@@ -58,14 +63,19 @@ DROP_REASONS: dict[str, str] = {
     JSON_INVALID: "the row is not valid JSON",
     ROW_TRUNCATED: "the row ends early",
     ROW_MALFORMED: "the row has too many columns, or is not an object",
+    ROW_TOO_DEEP: "lists and objects are nested too deeply",
+    CELL_UNREADABLE: "a parquet cell holds a value that cannot be converted",
     DUPLICATE_ID: "an earlier row has the same id",
+    ID_INVALID: "the id is empty, or neither text nor a whole number",
     FIELD_MISSING: "a required field is absent",
     FIELD_TYPE: "a field has the wrong type",
     QUESTION_EMPTY: "the question is empty",
     ANSWER_EMPTY: "the answer is empty",
     ANSWER_HIDDEN: "the answer is withheld (test split)",
     ANSWER_NOT_IN_CHOICES: "the answer is none of the options",
-    CHOICES_MALFORMED: "options are missing, empty or cannot be told apart",
+    CHOICES_MALFORMED: "options are missing or empty, or their letters are not in order",
+    CHOICES_EQUAL: "two options are the same",
+    CHOICE_TYPE: "an option is neither text nor a number",
     BOXED_UNBALANCED: "\\boxed{ without its closing brace",
     IMAGE_LIST_EMPTY: "the row names no image",
     IMAGE_PATH_ESCAPES: "the image path leaves the image folder",

@@ -177,17 +177,47 @@ def text_of(row: dict[str, Any], key: str) -> str:
     return str(value).strip()
 
 
-def question_of(row: dict[str, Any], key: str) -> str:
-    """The question; must not be empty."""
-    text = text_of(row, key)
-    if not text:
-        raise BadRow(reasons.QUESTION_EMPTY, f"{key!r} is empty")
+def is_blank(text: str) -> bool:
+    """Whether nothing of a text can be seen: white space, zero-width marks, control characters."""
+    return not any(character.isprintable() and not character.isspace() for character in text)
+
+
+def asked_text(text: str, what: str) -> str:
+    """``text`` as a question, which must not be blank; ``what`` names it."""
+    if is_blank(text):
+        raise BadRow(reasons.QUESTION_EMPTY, f"{what} is empty")
     return text
+
+
+def question_of(row: dict[str, Any], key: str) -> str:
+    """The question; must not be blank."""
+    return asked_text(text_of(row, key), repr(key))
+
+
+def id_text(value: object, key: str) -> str:
+    """An id as text: text or a whole number, which some tables hold as a float. Must not be blank."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise BadRow(reasons.ID_INVALID, f"{key!r} is {value!r:.40}: text or a whole number is expected")
+    if is_blank(str(value)):
+        raise BadRow(reasons.ID_INVALID, f"{key!r} is empty")
+    return str(value).strip()
+
+
+def id_of(row: dict[str, Any], key: str) -> str:
+    """The id in a required field."""
+    return id_text(require(row, key), key)
+
+
+def label_of(row: dict[str, Any], key: str) -> str:
+    """An optional name such as a task or a category; '' where there is none."""
+    return text_of(row, key) if row.get(key) not in (None, "") else ""
 
 
 def letter_answer(answer: str, choices: Sequence[str]) -> str:
     """Canonical letter from "D", "d", "(D)", "D." or the text of exactly one option."""
-    if not answer.strip():
+    if is_blank(answer):
         raise BadRow(reasons.ANSWER_EMPTY, "the answer is empty")
     match = re.fullmatch(r"\(?([A-Za-z])[).:]?", answer.strip())
     if match and match[1].upper() in LETTERS[: len(choices)]:
@@ -199,18 +229,31 @@ def letter_answer(answer: str, choices: Sequence[str]) -> str:
 
 
 def checked_choices(choices: Sequence[object]) -> list[str]:
-    """Options as text; at least two, none empty."""
-    texts = [str(choice).strip() if isinstance(choice, str | int | float) else "" for choice in choices]
+    """Options as text; at least two, none blank, no two the same."""
+    for choice in choices:
+        if isinstance(choice, bool) or not isinstance(choice, str | int | float):
+            raise BadRow(reasons.CHOICE_TYPE, f"an option is {choice!r:.40}: text or a number is expected")
+    texts = ["" if isinstance(choice, float) and math.isnan(choice) else str(choice).strip() for choice in choices]
+    texts = ["" if is_blank(text) else text for text in texts]
     if len(texts) < 2 or len(texts) > len(LETTERS) or not all(texts):
         raise BadRow(
             reasons.CHOICES_MALFORMED, f"{len(texts)} options, {sum(not text for text in texts)} of them empty"
         )
-    return texts
+    return different(texts)
+
+
+def different(choices: list[str]) -> list[str]:
+    """``choices``, no two of which may be the same."""
+    equal = [LETTERS[index] for index, choice in enumerate(choices) if choices.count(choice) > 1]
+    if equal:
+        text = choices[LETTERS.index(equal[0])]
+        raise BadRow(reasons.CHOICES_EQUAL, f"options {', '.join(equal)} are the same: {text!r:.40}")
+    return choices
 
 
 def parse_boxes(text: str) -> list[list[float]]:
     """Every ``[a, b, c, d]`` in a text."""
-    number = r"\s*-?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?\s*"
+    number = r"\s*-?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?\s*"
     found = re.findall(rf"\[({number},{number},{number},{number})\]", text)
     return [[float(value) for value in group.split(",")] for group in found]
 
@@ -259,7 +302,7 @@ def fraction_box(values: object, image: int, ctx: Context) -> Box | None:
     return normal_box(values, image, ctx)
 
 
-_OPTION_LINE = re.compile(r"\s*\(?([A-Z])[).:]\s*(\S.*?)\s*")
+_OPTION_LINE = re.compile(r"\(?([A-Z])[).:]\s*(\S.*)")
 _OPTIONS_HEAD = re.compile(r"\s*(?:options|choices)\s*:?\s*", re.IGNORECASE)
 
 
@@ -267,11 +310,12 @@ def split_options(text: str, answer: str) -> tuple[str, list[str]]:
     """Take a closing block of lines "(A) ...", "(B) ..." off a question, when ``answer`` is one of its letters.
 
     Training files keep options inside the question. Without this the letter is the only thing that can be compared.
+    Options of which two are the same are a `BadRow`.
     """
     lines = text.rstrip().split("\n")
     options: list[str] = []
     letters = ""
-    while lines and (match := _OPTION_LINE.fullmatch(lines[-1])):
+    while lines and (match := _OPTION_LINE.fullmatch(lines[-1].strip())):
         letters = match[1] + letters
         options.insert(0, match[2])
         lines.pop()
@@ -282,7 +326,7 @@ def split_options(text: str, answer: str) -> tuple[str, list[str]]:
     if lines and _OPTIONS_HEAD.fullmatch(lines[-1]):
         lines.pop()
     question = "\n".join(lines).strip()
-    return (question, options) if question else (text.strip(), [])
+    return (question, different(options)) if question else (text.strip(), [])
 
 
 def join_options(question: str, choices: Sequence[str]) -> str:
@@ -290,9 +334,23 @@ def join_options(question: str, choices: Sequence[str]) -> str:
     return "\n".join([question, *(f"({LETTERS[index]}) {choice}" for index, choice in enumerate(choices))])
 
 
-def strip_letter(option: str) -> str:
-    """ "(A) a red car" or "A. a red car" -> "a red car"."""
-    return re.sub(r"^\s*(?:\([A-Za-z]\)|[A-Z][.:)])\s*", "", option).strip()
+_LETTERED = re.compile(r"\s*(?:\(([A-Za-z])\)|([A-Z])[.:)])\s*")
+
+
+def without_letters(options: Sequence[object]) -> list[object]:
+    """["(A) red", "B. blue"] -> ["red", "blue"]. Only its own letter is taken off an option ("U.S. flag" stays);
+    options that carry each other's letters are a `BadRow`."""
+    marks = [_LETTERED.match(option) if isinstance(option, str) else None for option in options]
+    letters = [(mark[1] or mark[2]).upper() for mark in marks if mark]
+    own = [LETTERS[index : index + 1] for index in range(len(options))]
+    if len(letters) == len(own) > 1 and letters != own and sorted(letters) == own:
+        raise BadRow(reasons.CHOICES_MALFORMED, f"the options are lettered {', '.join(letters)}")
+    return [
+        option[mark.end() :].strip()
+        if isinstance(option, str) and mark and (mark[1] or mark[2]).upper() == letter
+        else option
+        for option, mark, letter in zip(options, marks, own, strict=True)
+    ]
 
 
 def untagged(text: str, images: int, ctx: Context) -> str:

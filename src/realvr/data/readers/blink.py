@@ -15,6 +15,8 @@ from realvr.data.readers.base import (
     ReadOptions,
     Row,
     checked_choices,
+    id_of,
+    label_of,
     letter_answer,
     question_of,
     require,
@@ -31,7 +33,7 @@ COLUMNS = ("idx", "question", "prompt", "choices", "answer", "sub_task", *IMAGES
 
 def parse(row: dict[str, Any], ctx: Context) -> Sample:
     """One row -> sample. The prompt that already carries the options is kept in ``meta``."""
-    name = text_of(row, "idx")
+    name = id_of(row, "idx")
     there = [column for column in IMAGES if row.get(column) is not None]
     images = [
         ctx.kept(f"{name}/{column}", partial(cell_image, row[column], f"{name}/{column}")) for column in there
@@ -49,9 +51,9 @@ def parse(row: dict[str, Any], ctx: Context) -> Sample:
         question_of(row, "question"),
         letter_answer(answer, choices),
         choices=choices,
-        task=str(row.get("sub_task") or ctx.file.parent.name),
+        task=label_of(row, "sub_task") or ctx.file.parent.name,
         source=ctx.source,
-        meta={"prompt": row["prompt"]} if row.get("prompt") else {},
+        meta={"prompt": prompt} if (prompt := label_of(row, "prompt")) else {},
     )
 
 

@@ -10,7 +10,7 @@ from realvr.data import reasons
 from realvr.data.readers.base import Context
 from realvr.data.reasons import BadRow
 from realvr.data.sample import FileSlice, ImageRef, decode_base64
-from realvr.data.streams import TableRow
+from realvr.data.tables import TableRow
 
 
 def inline_id(ctx: Context, column: str = "image") -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from realvr.data import reasons
-from realvr.data.readers.base import Context, require
+from realvr.data.readers.base import Context, asked_text, is_blank, require
 from realvr.data.reasons import BadRow
 from realvr.data.sample import Message, Role, strip_image_tags
 
@@ -61,17 +61,18 @@ def messages_of(turns: list[tuple[Role, str]], images: int, ctx: Context) -> lis
     if used < images:
         last = max((index for index, message in enumerate(messages) if message.images), default=first)
         messages[last] = replace(messages[last], images=(*messages[last].images, *range(used, images)))
-    if not next(message.text for message in reversed(messages) if message.role == "user"):
-        raise BadRow(reasons.QUESTION_EMPTY, "the question is empty")
+    asked_text(next(message.text for message in reversed(messages) if message.role == "user"), "the last user turn")
     return messages
 
 
 def answer_of(reply: str) -> tuple[str, str]:
     """(answer, response) of a reply: the last ``<answer>`` block, and the whole text where that says more."""
     plain = _LATENT.sub("", reply).strip()
-    blocks = _ANSWER.findall(plain)
+    # Blocks lie before the last closing tag; opening tags after it would each be followed to the end of the text.
+    before, close, after = plain.rpartition("</answer>")
+    blocks = _ANSWER.findall(before + close)
     answer = (blocks[-1] if blocks else plain).strip()
-    if not answer:
+    if is_blank(answer):
         raise BadRow(reasons.ANSWER_EMPTY, "the reply holds no answer")
-    more = _ANSWER.sub("", plain).strip() if blocks else ""
+    more = (_ANSWER.sub("", before + close) + after).strip() if blocks else ""
     return answer, plain if more else ""

@@ -13,13 +13,14 @@ from realvr.data.readers.base import (
     ReadOptions,
     Row,
     checked_choices,
+    id_of,
     letter_answer,
     question_of,
     text_of,
 )
 from realvr.data.readers.cells import table_image
 from realvr.data.sample import Sample
-from realvr.data.streams import table_rows
+from realvr.data.tables import table_rows
 
 OPTIONS = ("A", "B", "C", "D")
 REQUIRED = ("index", "question", "answer", "category", *OPTIONS, "cycle_category", "image")
@@ -27,7 +28,7 @@ REQUIRED = ("index", "question", "answer", "category", *OPTIONS, "cycle_category
 
 def parse(row: dict[str, Any], ctx: Context) -> Sample:
     """One row -> sample with its cycle."""
-    index = text_of(row, "index")
+    index = id_of(row, "index")
     image = table_image(row, index, ctx)  # first: later rows may refer to it even where this one is dropped
     choices = checked_choices([text_of(row, letter) for letter in OPTIONS])
     return Sample.ask(

@@ -9,7 +9,10 @@ from realvr.data import reasons
 from realvr.data.readers.base import (
     Context,
     Format,
+    asked_text,
     checked_choices,
+    id_of,
+    is_blank,
     letter_answer,
     question_of,
     require,
@@ -68,11 +71,10 @@ def _turns(row: dict[str, Any], count: int) -> list[Message]:
         if not isinstance(turn, dict) or turn.get("role") not in ("system", "user", "assistant"):
             raise BadRow(reasons.FIELD_TYPE, f"a turn is {turn!r:.60}; role and text are expected")
         shown = turn.get("images", [])
-        if not isinstance(shown, list) or not all(isinstance(index, int) and 0 <= index < count for index in shown):
+        if not isinstance(shown, list) or not all(type(index) is int and 0 <= index < count for index in shown):
             raise BadRow(reasons.FIELD_TYPE, f"a turn shows images {shown!r:.60} of {count}")
         turns.append(Message(turn["role"], text_of(turn, "text"), tuple(shown)))
-    if not any(turn.role == "user" and turn.text for turn in turns):
-        raise BadRow(reasons.QUESTION_EMPTY, "no user turn")
+    asked_text(next((turn.text for turn in reversed(turns) if turn.role == "user"), ""), "the last user turn")
     return turns
 
 
@@ -103,13 +105,10 @@ def parse(row: dict[str, Any], ctx: Context) -> Sample:
     images = _images(row, ctx)
     choices = checked_choices(row["choices"]) if _optional(row, "choices", list) else []
     answer = text_of(row, "answer")
-    if not answer:
+    if is_blank(answer):
         raise BadRow(reasons.ANSWER_EMPTY, "'answer' is empty")
-    name = text_of(row, "id")
-    if not name:
-        raise BadRow(reasons.FIELD_MISSING, "'id' is empty")
     return Sample(
-        id=name,
+        id=id_of(row, "id"),
         images=images,
         turns=_turns(row, len(images)),
         answer=letter_answer(answer, choices) if choices else answer,
@@ -119,8 +118,8 @@ def parse(row: dict[str, Any], ctx: Context) -> Sample:
         task=_optional(row, "task", str),
         category=_optional(row, "category", str),
         tags={str(key): str(value) for key, value in _optional(row, "tags", dict).items()},
-        pair=None if row.get("pair") is None else str(row["pair"]),
-        cycle=None if row.get("cycle") is None else str(row["cycle"]),
+        pair=None if row.get("pair") is None else text_of(row, "pair"),
+        cycle=None if row.get("cycle") is None else text_of(row, "cycle"),
         source=ctx.source,
         meta=_optional(row, "meta", dict),
     )

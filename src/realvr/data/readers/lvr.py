@@ -10,7 +10,7 @@ from typing import Any
 
 from realvr.data import reasons
 from realvr.data.readers import visual_cot
-from realvr.data.readers.base import Context, Format, ReadOptions, Row, split_options
+from realvr.data.readers.base import Context, Format, ReadOptions, Row, id_text, label_of, split_options
 from realvr.data.readers.conversation import answer_of, messages_of, turns_of
 from realvr.data.reasons import BadRow, FileError
 from realvr.data.sample import Box, ImageRef, Message, Sample
@@ -62,14 +62,14 @@ def parse(row: dict[str, Any], ctx: Context) -> Sample:
         messages[-1] = Message("user", question, messages[-1].images)
     name = row.get("id", row.get("question_id"))
     return Sample(
-        id=f"{ctx.file.stem}/{ctx.row}" if name is None else str(name),
+        id=f"{ctx.file.stem}/{ctx.row}" if name is None else id_text(name, "id"),
         images=images,
         turns=messages,
         answer=answer,
         choices=choices,
         boxes=_boxes(row, images, ctx),
         response=response,
-        task=str(row.get("task") or row.get("dataset") or ""),
+        task=label_of(row, "task") or label_of(row, "dataset"),
         source=ctx.source,
     )
 

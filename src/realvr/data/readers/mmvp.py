@@ -21,11 +21,13 @@ from realvr.data.readers.base import (
 )
 from realvr.data.reasons import BadRow
 from realvr.data.sample import LETTERS, ImageRef, Sample
-from realvr.data.streams import csv_rows
+from realvr.data.tables import csv_rows
 
 QUESTIONS = "Questions.csv"
 REQUIRED = ("Index", "Question", "Options", "Correct Answer")
 FOLDERS = ("MMVP Images", "MMVP_Images")
+ALIASES = {"lndex": "Index"}
+"""The header of a file in circulation has a small L."""
 SUFFIXES = (".jpg", ".png", ".jpeg")
 SWAPPED = frozenset({99, 100, 279, 280})
 """Rows whose answers are swapped in the original file (a later upload fixed them)."""
@@ -38,6 +40,8 @@ def parse_options(text: str) -> list[str]:
     for match in _OPTION.finditer(text):
         if match[1].upper() == LETTERS[len(starts) : len(starts) + 1]:
             starts.append(match.span())
+    if not starts:
+        raise BadRow(reasons.CHOICES_MALFORMED, f"options {text!r:.60} do not read '(a) … (b) …'")
     ends = [begin for begin, _ in starts[1:]] + [len(text)]
     return checked_choices([text[after:end] for (_, after), end in zip(starts, ends, strict=True)])
 
@@ -77,7 +81,7 @@ def parse(row: dict[str, Any], ctx: Context) -> Sample:
 def rows(path: Path, options: ReadOptions) -> Iterator[Row]:
     """Rows of ``Questions.csv``, given itself or by its folder."""
     file = path / QUESTIONS if path.is_dir() else path
-    for row in csv_rows(file, REQUIRED):
+    for row in csv_rows(file, REQUIRED, ALIASES):
         yield replace(row, file=file, images=Path(options.images or file.parent))
 
 

@@ -9,7 +9,20 @@ from typing import Any
 
 from realvr.data import reasons
 from realvr.data.parquet import parquet_rows
-from realvr.data.readers.base import Context, Format, ReadOptions, Row, question_of, split_options, text_of, untagged
+from realvr.data.readers.base import (
+    Context,
+    Format,
+    ReadOptions,
+    Row,
+    asked_text,
+    id_of,
+    is_blank,
+    label_of,
+    question_of,
+    split_options,
+    text_of,
+    untagged,
+)
 from realvr.data.reasons import BadRow
 from realvr.data.sample import Sample
 
@@ -43,21 +56,20 @@ def parse(row: dict[str, Any], ctx: Context) -> Sample:
         raise BadRow(reasons.FIELD_TYPE, f"'image' is {type(names).__name__}, a list of paths is expected")
     images = [ctx.image(name) for name in names]
     answer = unbox(text_of(row, "answer"))
-    if not answer:
+    if is_blank(answer):
         raise BadRow(reasons.ANSWER_EMPTY, "the answer is empty")
-    question, choices = split_options(untagged(question_of(row, "question"), len(images), ctx), answer)
-    if not question:
-        raise BadRow(reasons.QUESTION_EMPTY, "nothing but image marks")
+    plain = asked_text(untagged(question_of(row, "question"), len(images), ctx), "'question' without image marks")
+    question, choices = split_options(plain, answer)
     rates = {key: row.get(key) for key in ("PassRate_32BTrained", "PassRate_7BBase")}
     known = {key: rate for key, rate in rates.items() if isinstance(rate, float | int) and math.isfinite(rate)}
     return Sample.ask(
-        text_of(row, "qid"),
+        id_of(row, "qid"),
         images,
         question,
         answer,
         choices=choices,
-        category=str(row.get("category") or ""),
-        tags={"source": str(row["source"])} if row.get("source") else {},
+        category=label_of(row, "category"),
+        tags={"source": source} if (source := label_of(row, "source")) else {},
         source=ctx.source,
         meta=known,
     )
