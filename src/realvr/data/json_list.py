@@ -21,6 +21,8 @@ AHEAD = 8 << 20
 """Characters that are read ahead to tell an element from an object inside one."""
 RUN = 256
 """Values in a row after which a list counts as the whole one, not as one inside an element."""
+BEHIND = 64
+"""Characters before an object that are looked at."""
 _SPACE = re.compile(r"[ \t\n\r]*")
 _OBJECT = re.compile(r'\{\s*"([^"\\]{0,200})"\s*:')
 _decode = json.JSONDecoder().raw_decode
@@ -174,68 +176,76 @@ def _resume(window: _Window, known: _Known, damage: str) -> Element:
         match = _OBJECT.search(window.text, at)
         if match is None:
             brace = window.text.rfind("{", at)
-            keep = len(window.text) if brace < 0 or len(window.text) - brace > LONGEST else brace
-            back = max(0, keep - 64)  # what stands before an object tells what it is
-            window.drop(back)
-            at = keep - back
+            at = len(window.text) if brace < 0 or len(window.text) - brace > LONGEST else brace
+            at = _forget(window, at)
             if not window.more():
                 break
             continue
-        kind, end, keys = _kind(window, match.start())
-        if kind == "cut":
+        verdict, end = _judge(window, match, known)
+        if verdict == "cut":
             window.more()
-            continue
-        if _is_element(kind, match[1], keys, known):
+        elif verdict == "element":
             window.at = match.start()
             return Element(damage=damage)
-        at = max(end, match.start() + 1)
-        window.drop(max(0, at - 64))
-        at = min(at, 64)
+        else:
+            at = max(end, match.start() + 1)
+            at = _forget(window, at) if at > CHUNK else at
     closed = window.text.rstrip().endswith("]")
     window.at = len(window.text)
     return Element(damage=damage, last=True, truncated=not closed)
 
 
-def _is_element(kind: str, first: str, keys: Iterable[str], known: _Known) -> bool:
-    """Whether an object that begins with the key ``first`` is an element of the whole list."""
-    if kind in ("value", "inner"):
-        return False
-    if not known.first:
-        return kind != "damaged"
-    return first in known.first or (kind == "outer" and known.resembles(keys))
+def _forget(window: _Window, at: int) -> int:
+    """Drop the text before ``at``, less what tells what the next object is; returns where ``at`` is now."""
+    back = max(0, at - BEHIND)
+    window.drop(back)
+    return at - back
 
 
-def _kind(window: _Window, at: int) -> tuple[str, int, Iterable[str]]:
-    """What the object at ``at`` is, by what stands around it; where what was decoded for that ends; and its keys.
-
-    ``outer``: an element. ``inner``: it belongs to a list inside an element. ``value``: to a key. ``damaged``: it does
-    not decode. ``unclear``: what follows does not. ``cut``: the window is too small to tell.
-    """
-    text = window.text
-    before = text[max(0, at - 64) : at].rstrip()
+def _judge(window: _Window, match: re.Match[str], known: _Known) -> tuple[str, int]:
+    """Whether the object at ``match`` is an ``element`` of the whole list, or ``other``, and then where to look on;
+    ``cut`` if the window is too small to tell."""
+    text, at = window.text, match.start()
+    before = text[max(0, at - BEHIND) : at].rstrip()
     if before.endswith(":") or (before.endswith("[") and not before[:-1].rstrip().endswith("]")):
-        return "value", at, ()
+        return "other", at  # the value of a key, or the first object of a list inside an element
+    begins = match[1] in known.first
     try:
-        keys, end = _decode(text, at)
+        value, end = _decode(text, at)
     except RecursionError:
-        return "damaged", at, ()
+        return ("element" if begins else "other"), at
     except ValueError as error:
-        wait = not window.ended and len(text) - at < LONGEST and _cut_short(error, text)
-        return ("cut" if wait else "damaged"), at, ()
+        if not window.ended and len(text) - at < LONGEST and _cut_short(error, text):
+            return "cut", at
+        return ("element" if begins else "other"), at  # damaged too
+    if known.first and not begins and not known.resembles(value):
+        return "other", end
+    place, after = _place(window, at, end)
+    if place == "cut":
+        return "cut", at
+    if place == "inside":
+        return "other", after
+    return ("element" if begins or place == "outside" or not known.first else "other"), end
+
+
+def _place(window: _Window, at: int, end: int) -> tuple[str, int]:
+    """Whether the object from ``at`` to ``end`` lies ``inside`` an element or ``outside``, by how the list that it
+    belongs to ends; ``unclear`` where that is damaged too, ``cut`` if the window is too small to tell."""
+    text = window.text
     for _ in range(RUN):
         end = _after_space(text, end)
         if text[end : end + 1] == "]":
             last = _after_space(text, end + 1)
             if last < len(text):
-                return ("inner" if text[last] in ",]}" else "unclear"), end, keys
-            return ("outer" if window.ended else "cut"), at, keys
+                return ("inside" if text[last] in ",]}" else "unclear"), end
+            return ("outside" if window.ended else "cut"), end
         if end < len(text) and text[end] != ",":
-            return ("inner" if text[end] in "}:" else "unclear"), end, keys
+            return ("inside" if text[end] in "}:" else "unclear"), end
         wait = not window.ended and len(text) - at < AHEAD
         try:
             _, end = _decode(text, _after_space(text, end + 1))
         except RecursionError:
-            return "unclear", at, keys
+            return "unclear", end
         except ValueError as error:
-            return ("cut" if wait and _cut_short(error, text) else "unclear"), at, keys
-    return "outer", at, keys
+            return ("cut" if wait and _cut_short(error, text) else "unclear"), end
+    return "outside", end

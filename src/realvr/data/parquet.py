@@ -29,7 +29,7 @@ def _open(path: Path) -> pq.ParquetFile:
     try:
         # A buffered stream reads a column chunk page by page; without it a chunk of 1 GB is read at once.
         return pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise FileError(
             reasons.FILE_UNREADABLE, f"{path}: not a readable parquet file ({_first_line(error)})"
         ) from None
@@ -69,14 +69,17 @@ def parquet_rows(path: Path, wanted: Sequence[str]) -> Iterator[Row]:
             try:
                 batch = next(batches)
             except StopIteration:
+                if number < total:
+                    damage = BadRow(reasons.FILE_UNREADABLE, f"the file promises {total} rows and holds {number}")
+                    yield Row(number + 1, error=damage, count=total - number, progress=1.0)
                 return
             except (pa.ArrowException, OSError) as error:
                 damage = BadRow(reasons.FILE_UNREADABLE, f"damaged parquet data ({_first_line(error)})")
-                yield Row(number + 1, error=damage, count=total - number, progress=1.0)
+                yield Row(number + 1, error=damage, count=max(1, total - number), progress=1.0)
                 return
             for index in range(batch.num_rows):
                 number += 1
-                yield _cells(batch, index, present, number, number / total)
+                yield _cells(batch, index, present, number, min(1.0, number / max(1, total)))
 
 
 def _cells(batch: pa.RecordBatch, index: int, names: list[str], number: int, progress: float) -> Row:

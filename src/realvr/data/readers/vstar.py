@@ -1,7 +1,7 @@
 """V* (``vstar_bench``): questions about small things in large pictures, with the options inside the question's text.
 
-Rows hold ``text``, ``label`` (a letter), ``category`` (direct_attributes or relative_position) and ``image``, which is a
-path in the JSON lines and the picture itself in the parquet files.
+Rows hold ``text``, ``label`` (a letter), ``category`` (direct_attributes or relative_position) and ``image``: a path in
+the JSON lines, the picture itself in the parquet files.
 """
 
 from __future__ import annotations
