@@ -68,7 +68,8 @@ def _answer(out: Path, name: str) -> None:
     rng, right = random.Random(name), RIGHT[name]
 
     def say(record: dict[str, Any]) -> None:
-        loss = {"own": 0.0, "mean": 0.1, "other": 0.2}[record["condition"]] + (0.1 if record["latents"] == 0 else 0.0)
+        loss = {"own": 0.0, "mean": 0.1, "other": 0.2, "noise": 0.3}[record["condition"]]
+        loss += 0.1 if record["latents"] == 0 else 0.0
         letters = "ABCD"[: max(2, len(record["choices"]))]
         said = record["answer"] if rng.random() < right - loss else rng.choice(letters)
         read = rng.random() < 0.95

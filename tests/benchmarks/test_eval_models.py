@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 import realvr
 from eval_cases import keys, lines, make_world
 from realvr.backbone import Backbone, Turn
-from realvr.benchmarks.ablation import donors
+from realvr.benchmarks.ablation import donors, matched_noise
 from realvr.benchmarks.model_responder import ModelResponder
 from realvr.benchmarks.questions import load
 from realvr.benchmarks.runner import EvalSettings, evaluate
@@ -84,7 +84,7 @@ def test_every_condition_equals_the_engine_by_hand(marked: Path, world: dict[str
     questions = load("mmvp", world["mmvp"])
     evaluate(ModelResponder(backbone, SHORT, path=str(marked)), [questions], tmp_path, batch=4)
     found = {(row["question"], row["condition"], row["latents"]): row["text"] for row in lines(tmp_path)}
-    assert len(found) == 24
+    assert len(found) == 30
     own = {row.id: by_hand(backbone, row, None, LATENTS) for row in questions.samples}
     mean = torch.stack([span for _, span in own.values()]).mean(0)
     other = donors(questions.samples)
@@ -93,6 +93,8 @@ def test_every_condition_equals_the_engine_by_hand(marked: Path, world: dict[str
         assert found[row.id, "own", 0] == by_hand(backbone, row, None, 0)[0]
         assert found[row.id, "mean", LATENTS] == by_hand(backbone, row, mean, LATENTS)[0]
         assert found[row.id, "other", LATENTS] == by_hand(backbone, row, own[other[row.id]][1], LATENTS)[0]
+        noise = matched_noise(own[row.id][1], 0, row.id)
+        assert found[row.id, "noise", LATENTS] == by_hand(backbone, row, noise, LATENTS)[0]
     different = {name for name in own if len({found[key] for key in found if key[0] == name}) > 1}
     assert different, "no condition changes any answer: the test shows nothing"
 
@@ -167,7 +169,7 @@ def test_a_run_survives_kills_and_changes_of_the_number_of_processes(
     process.kill()
     assert process.wait() == -signal.SIGKILL
     kept = count(out)
-    assert 4 <= kept < 72
+    assert 4 <= kept < 90
 
     process = start(two)  # the killed parent takes its processes along
     wait_for(process, out, kept + 4)
@@ -178,7 +180,7 @@ def test_a_run_survives_kills_and_changes_of_the_number_of_processes(
 
     assert main(one) == 0
     found = lines(out)
-    assert found == lines(finished) and len(set(keys(found))) == 72
+    assert found == lines(finished) and len(set(keys(found))) == 90
     assert not list(out.glob("predictions.rank*")) and not list(out.rglob("*.tmp"))
     assert (out / "summary.json").read_bytes() == (finished / "summary.json").read_bytes()
 
@@ -197,7 +199,7 @@ def test_ctrl_c_says_how_to_go_on(
     assert main(args) == 130
     sender.join()
     assert "the same command goes on from there" in capsys.readouterr().err
-    assert 6 <= count(tmp_path) < 72
+    assert 6 <= count(tmp_path) < 90
     assert main(args) == 0
     assert lines(tmp_path) == lines(finished)
 
@@ -232,7 +234,9 @@ def test_several_checkpoints_are_summarised_together(
     summary = json.loads((out / "summary.json").read_text())
     assert summary["checkpoints"] == ["seed0-final", "seed1-final"]
     assert (out / "summary.md").exists() and (out / "summary.csv").exists()
-    assert "seed0-final" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "seed0-final" in said.out and "mini-mmvp" in said.out and "MMVP" not in said.out
+    assert "is drawn by the embedded world; it is called mini-mmvp" in said.err
 
 
 # ---------------------------------------------------------------------- wrong input
@@ -257,7 +261,7 @@ def test_a_checkpoint_trained_without_a_span_is_asked_without_one(
     assert "was trained with K = 0: it answers without a span" in capsys.readouterr().err
     assert [(row["condition"], row["latents"]) for row in lines(tmp_path / "out")] == [("own", 0)] * 2
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert summary["trained_latents"] == 0 and summary["benches"]["mmvp"]["ablation"] == {}
+    assert summary["trained_latents"] == 0 and summary["benches"]["mini-mmvp"]["ablation"] == {}
     assert "latents" not in (tmp_path / "out" / "summary.md").read_text()
     assert main(["eval", direct, *bench, "--latents", "4", "--out", str(tmp_path / "four")]) == 2
     assert "direct: the model was not trained with latent slots" in capsys.readouterr().err

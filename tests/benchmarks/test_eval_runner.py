@@ -45,16 +45,17 @@ def finished(benches: list[Questions], tmp_path_factory: pytest.TempPathFactory)
 def test_an_oracle_is_right_everywhere_under_every_condition(benches: list[Questions], tmp_path: Path) -> None:
     summary = evaluate(Oracle(), benches, tmp_path, batch=4)
     found = lines(tmp_path)
-    assert len(found) == len(set(keys(found))) == 4 * TOTAL
+    assert len(found) == len(set(keys(found))) == 5 * TOTAL
     assert all(row["correct"] for row in found)
     assert Counter((row["condition"], row["latents"]) for row in found) == {
         ("own", 3): TOTAL,
         ("own", 0): TOTAL,
         ("mean", 3): TOTAL,
         ("other", 3): TOTAL,
+        ("noise", 3): TOTAL,
     }
     assert {name: entry["headline"] for name, entry in summary["benches"].items()} == dict.fromkeys(
-        ("mmvp", "blink", "hrbench-4k", "mme-realworld"), 100.0
+        ("mini-mmvp", "mini-blink", "mini-hrbench-4k", "mini-mme-realworld"), 100.0
     )
     assert json.loads((tmp_path / "summary.json").read_text())["benches"].keys() == summary["benches"].keys()
 
@@ -70,20 +71,20 @@ def test_a_constant_scores_what_plain_counting_says(finished: Path, benches: lis
         assert row["correct"] == (item.answer == "A") and row["extracted"] == "A" and row["error"] is None
         right[row["bench"]].append(item.answer == "A")
     summary = json.loads((finished / "summary.json").read_text())["benches"]
-    for name in ("mmvp", "mme-realworld"):
+    for name in ("mini-mmvp", "mini-mme-realworld"):
         assert summary[name]["headline"] == pytest.approx(100 * sum(right[name]) / len(right[name]))
     tasks: dict[str, list[bool]] = defaultdict(list)
-    for row in (row for row in found if row["bench"] == "blink"):
+    for row in (row for row in found if row["bench"] == "mini-blink"):
         tasks[row["task"]].append(row["correct"])
     macro = sum(sum(values) / len(values) for values in tasks.values()) / 5
-    assert summary["blink"]["headline"] == pytest.approx(100 * macro)
-    assert summary["mmvp"]["n"] == 6 and summary["hrbench-4k"]["n"] == 12
+    assert summary["mini-blink"]["headline"] == pytest.approx(100 * macro)
+    assert summary["mini-mmvp"]["n"] == 6 and summary["mini-hrbench-4k"]["n"] == 12
 
 
 def test_an_empty_answer_is_a_parse_failure_and_counts(benches: list[Questions], tmp_path: Path) -> None:
     summary = evaluate(Constant(""), benches[:1], tmp_path, EvalSettings(ablation=False))
     assert [(row["extracted"], row["correct"], row["text"]) for row in lines(tmp_path)] == [(None, False, "")] * 6
-    assert summary["benches"]["mmvp"]["n"] == 6 and summary["benches"]["mmvp"]["headline"] == 0
+    assert summary["benches"]["mini-mmvp"]["n"] == 6 and summary["benches"]["mini-mmvp"]["headline"] == 0
 
 
 def test_mean_and_other_latents_are_what_the_words_say(benches: list[Questions], tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_mean_and_other_latents_are_what_the_words_say(benches: list[Questions],
         mean = torch.stack(list(own.values())).double().mean(0)
         used = []
         for item in bench.samples:
-            given_mean, given_other = oracle.given[item.task, item.id]
+            given_mean, given_other, _ = oracle.given[item.task, item.id]
             assert torch.allclose(given_mean.double(), mean, atol=1e-6)
             (donor,) = (name for name, latents in own.items() if torch.equal(latents, given_other))
             assert not images[donor] & images[item.id], f"{item.id} got the latents of {donor}, same image"
@@ -132,7 +133,7 @@ def test_a_set_about_one_image_has_no_other_condition(tmp_path: Path, world: dic
     picture = (world["mmvp"] / "MMVP Images" / "1.png").read_bytes()
     same = [Sample.ask(str(k), [ImageRef.from_bytes("p", picture)], "What?", "A", choices=["x", "y"]) for k in range(3)]
     evaluate(Oracle(), [Questions("mine", same)], tmp_path)
-    assert Counter(row["condition"] for row in lines(tmp_path)) == {"own": 6, "mean": 3}
+    assert Counter(row["condition"] for row in lines(tmp_path)) == {"own": 6, "mean": 3, "noise": 3}
 
 
 class Patient(Oracle):
@@ -158,7 +159,7 @@ def test_a_stopped_run_goes_on_and_ends_the_same(benches: list[Questions], tmp_p
     second = Oracle()
     evaluate(second, benches, stopped, batch=4)
     assert lines(stopped) == lines(whole)
-    assert second.answers == 4 * TOTAL - kept  # nothing is asked twice
+    assert second.answers == 5 * TOTAL - kept  # nothing is asked twice
     third = Oracle()
     evaluate(third, benches, stopped, batch=4)
     assert third.answers == 0
@@ -172,7 +173,7 @@ def test_a_file_cut_at_any_byte_is_completed(finished: Path, benches: list[Quest
         shutil.copytree(finished, out)
         (out / "predictions.jsonl").write_bytes(whole[:cut])
         if cut % 2:
-            shutil.rmtree(out / "latents" / "blink")  # lost latents are computed again
+            shutil.rmtree(out / "latents" / "mini-blink")  # lost latents are computed again
         evaluate(Constant("<answer>A</answer>"), benches, out, batch=4)
         assert lines(out) == lines(finished)
 
@@ -196,8 +197,8 @@ def test_another_evaluation_is_kept_out(finished: Path, benches: list[Questions]
     said = Constant("<answer>A</answer>")
     with pytest.raises(UserError, match=r'settings.policy was "strict", now "lvr"'):
         evaluate(said, benches, out, EvalSettings(policy="lvr"))
-    with pytest.raises(UserError, match=r"benches.mmvp.questions was 6, now 4"):
-        fewer = Questions("mmvp", benches[0].samples[:4], path=benches[0].path, format="mmvp", rows=6)
+    with pytest.raises(UserError, match=r"benches.mini-mmvp.questions was 6, now 4"):
+        fewer = Questions("mini-mmvp", benches[0].samples[:4], path=benches[0].path, format="mmvp", rows=6)
         evaluate(said, [fewer, *benches[1:]], out)
     with pytest.raises(UserError, match=r"settings.latents was \[3, 0\], now \[3\]"):
         evaluate(said, benches, out, EvalSettings(ablation=False))
@@ -230,7 +231,7 @@ def test_batches_are_halved_when_memory_runs_out(
         assert all(torch.equal(one, two) for one, two in zip(small.given[key], spans, strict=True))
     assert capsys.readouterr().err.count("out of GPU memory") == 2  # 6, then 3, then 2 for good
     small.room = 0
-    with pytest.raises(UserError, match="mmvp, question 1: the GPU's memory does not suffice for one question"):
+    with pytest.raises(UserError, match="mini-mmvp, question 1: the GPU's memory does not suffice for one question"):
         evaluate(small, benches, tmp_path / "none")
 
 
@@ -242,12 +243,12 @@ def test_a_question_that_cannot_be_asked_stays_in_the_denominator(world: dict[st
     summary = evaluate(oracle, [load("mmvp", folder)], tmp_path / "out", batch=4)
     found = lines(tmp_path / "out")
     bad = [row for row in found if row["question"] == "3"]
-    assert len(found) == 24 and len(bad) == 4
+    assert len(found) == 30 and len(bad) == 5
     for row in bad:
         assert row["finish"] == "error" and not row["correct"] and "3.png" in row["error"] and row["extracted"] is None
     assert all(row["correct"] for row in found if row["question"] != "3")
-    assert summary["benches"]["mmvp"]["n"] == 6
-    assert summary["benches"]["mmvp"]["headline"] == pytest.approx(100 * 5 / 6)
+    assert summary["benches"]["mini-mmvp"]["n"] == 6
+    assert summary["benches"]["mini-mmvp"]["headline"] == pytest.approx(100 * 5 / 6)
     mean = torch.stack([own_latents(str(k), 3) for k in (1, 2, 4, 5, 6)]).mean(0)
     assert torch.allclose(oracle.given["mmvp", "1"][0], mean, atol=1e-6)  # the mean of those that there are
     exchanged = donors([row for row in load("mmvp", folder).samples if row.id != "3"])
@@ -262,10 +263,10 @@ def test_without_a_donor_only_the_exchange_is_missing(world: dict[str, Path], tm
         (folder / "MMVP Images" / f"{number}.png").unlink()
     summary = evaluate(Oracle(), [load("mmvp", folder)], tmp_path / "out", batch=4)
     right = Counter(row["condition"] for row in lines(tmp_path / "out") if row["correct"])
-    assert right == {"own": 4, "mean": 2}
+    assert right == {"own": 4, "mean": 2, "noise": 2}
     errors = {row["error"] for row in lines(tmp_path / "out") if row["condition"] == "other" and row["question"] < "3"}
     assert errors == {"no question about another image could be asked: nothing to exchange"}
-    assert summary["benches"]["mmvp"]["ablation"]["mean"]["difference"] == 0
+    assert summary["benches"]["mini-mmvp"]["ablation"]["mean"]["difference"] == 0
 
 
 class Rolling(Oracle):
@@ -307,7 +308,7 @@ class Hasty(Speaker):
 def test_an_error_of_the_responder_is_recorded_under_every_condition(benches: list[Questions], tmp_path: Path) -> None:
     evaluate(Hasty(), benches[:1], tmp_path, batch=3)
     errors = {row["question"]: row["error"] for row in lines(tmp_path) if row["error"]}
-    assert errors == {"2": "too long"} and len(lines(tmp_path)) == 24
+    assert errors == {"2": "too long"} and len(lines(tmp_path)) == 30
 
 
 def test_budgets(benches: list[Questions], tmp_path: Path) -> None:
@@ -316,8 +317,9 @@ def test_budgets(benches: list[Questions], tmp_path: Path) -> None:
         return Counter((row["condition"], row["latents"]) for row in lines(tmp_path / name))
 
     sweep = conditions("sweep", latents=(0, 2, 3, 5))
-    assert sweep == {("own", k): 6 for k in (0, 2, 3, 5)} | {("mean", 3): 6, ("other", 3): 6}
-    assert conditions("one", latents=(5,)) == {("own", 5): 6, ("own", 0): 6, ("mean", 5): 6, ("other", 5): 6}
+    assert sweep == {("own", k): 6 for k in (0, 2, 3, 5)} | {("mean", 3): 6, ("other", 3): 6, ("noise", 3): 6}
+    exchanged = {(condition, 5): 6 for condition in ("mean", "other", "noise")}
+    assert conditions("one", latents=(5,)) == {("own", 5): 6, ("own", 0): 6} | exchanged
     assert conditions("far", latents=(2, 5)) == {("own", 2): 6, ("own", 5): 6, ("own", 0): 6}
     assert conditions("none", latents=(0,)) == {("own", 0): 6}
     assert conditions("seeds", ablation=False, seeds=(0, 1, 2)) == {("own", 3): 18}

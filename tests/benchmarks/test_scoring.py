@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from realvr.benchmarks.aggregation import aggregate
 from realvr.benchmarks.records import Prediction
 from realvr.benchmarks.rules import rule_of, units
-from realvr.benchmarks.scoring import aggregate, summarise
+from realvr.benchmarks.scoring import summarise
 from realvr.data import ImageRef, read
 from realvr.errors import UserError
 

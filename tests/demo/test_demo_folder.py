@@ -87,11 +87,18 @@ def test_steps_need_only_steps_that_exist_and_come_before(settings: DemoSettings
         seen.add(step.name)
 
 
-def _arm(other: list[float], lift: list[float], latents: int = 8) -> dict[str, Any]:
+def _effect(ci: list[float], readable: list[float] | None = None, read: float = 98.0) -> dict[str, Any]:
+    return {"points": 0.0, "ci": ci, "read": read, "readable": {"points": 0.0, "ci": readable or ci}}
+
+
+def _arm(other: dict[str, Any], lift: list[float], latents: int = 8) -> dict[str, Any]:
     flips = {"separate": {"rate": 0.5}}
     return {
         "latents": latents,
-        "other_latents": {"ci": other},
+        "five_task_mean": {"coverage": 99.0},
+        "help": _effect([-1.0, 1.0]),
+        "dependence_other": other,
+        "dependence_noise": _effect([-1.0, 1.0]),
         "donor_lift": {"ci": lift},
         "strict_correct_flip": flips,
     }
@@ -99,20 +106,25 @@ def _arm(other: list[float], lift: list[float], latents: int = 8) -> dict[str, A
 
 def test_notes_tell_noise_from_more_than_noise() -> None:
     arms = {
-        "Direct": _arm([0.0, 0.0], [0.0, 0.0], latents=0)
-        | {"other_latents": None, "donor_lift": None, "strict_correct_flip": {"separate": {"rate": 0.754}}},
-        "LVR-RL": _arm([-1.0, 1.0], [0.0, 0.5]),
-        "ReaLVR": _arm([-1.0, 1.0], [3.0, 9.0]),
+        "Direct": _arm(_effect([0.0, 0.0]), [0.0, 0.0], latents=0)
+        | {"help": None, "dependence_other": None, "dependence_noise": None, "donor_lift": None}
+        | {"strict_correct_flip": {"separate": {"rate": 0.754}}},
+        "Broken": _arm(_effect([5.0, 20.0], [-1.0, 1.0], read=60.0), [0.0, 0.5]),
+        "LVR-RL": _arm(_effect([-1.0, 1.0]), [0.0, 0.5]),
+        "Follows": _arm(_effect([5.0, 20.0]), [0.0, 0.5]),
+        "ReaLVR": _arm(_effect([-1.0, 1.0]), [3.0, 9.0]),
     }
     differences = {
-        "ReaLVR - Direct": {"difference": -4.0, "ci": [-6.0, -2.0]},
-        "ReaLVR - LVR-RL": {"difference": 0.5, "ci": [-1.0, 2.0]},
+        "ReaLVR - Direct": {"gain": -4.0, "difference": -4.04, "ci": [-6.0, -2.0]},
+        "ReaLVR - LVR-RL": {"gain": 0.5, "difference": 0.47, "ci": [-1.0, 2.0]},
     }
     said = "\n".join(notes(DemoSettings(), arms, differences))
     assert "within noise (the 95 % interval holds 0): ReaLVR - LVR-RL +0.5 [-1.0, +2.0]." in said
     assert "beyond the noise of these questions: ReaLVR - Direct -4.0 [-6.0, -2.0]." in said
-    assert "conversations of their own: Direct 75.4, LVR-RL 50.0, ReaLVR 50.0 %." in said
-    assert "LVR-RL: neither the latents" in said and "ReaLVR: neither" not in said and "Direct: neither" not in said
+    assert "conversations of their own: Direct 75.4, Broken 50.0, LVR-RL 50.0, Follows 50.0, ReaLVR 50.0 %." in said
+    # Answers that only lose their format are no evidence of use, however many points that costs.
+    assert "- Broken, LVR-RL: neither the latents" in "- " + said.replace("\n", "\n- ")
+    assert "Replies lose their format: Broken with another's latents (60 % read, 99 % own)." in said
     assert "mean nothing" not in said and "mean nothing" in "\n".join(notes(quick_settings(), arms, differences))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from realvr import models
+from realvr.benchmarks.effects import EFFECTS
 from realvr.demo.files import claim, lines, set_done
 from realvr.demo.plan import ARMS, quick_settings, steps_of
 
@@ -80,7 +81,7 @@ def test_the_promised_files_are_there_and_hold_numbers(finished: tuple[Path, str
     for name, arm in summary["arms"].items():
         assert 0 <= arm["five_task_mean"]["mean"] <= 100 and len(arm["benches"]) == 5
         has_span = name != "Direct"
-        for key in ("without_latents", "other_latents", "donor_lift", "evidence_margin", "cos_positive"):
+        for key in (*EFFECTS, "donor_lift", "evidence_margin", "cos_positive"):
             assert (arm[key] is not None) == has_span
     against_direct = {"Stage 1 - Direct", "LVR-RL - Direct"}
     assert set(summary["differences"]) == {f"ReaLVR - {x}" for x in ("Direct", "Stage 1", "LVR-RL")} | against_direct
@@ -97,7 +98,7 @@ def test_the_means_are_those_of_the_saved_answers(finished: tuple[Path, str, str
     summary = json.loads((out / "summary.json").read_text())
     for arm in ARMS:
         rows = [json.loads(line) for line in (out / arm.folder / "eval" / "predictions.jsonl").open()]
-        for bench in ("mmvp", "mme-realworld"):
+        for bench in ("mini-mmvp", "mini-mme-realworld"):
             own = [r for r in rows if r["bench"] == bench and r["condition"] == "own" and r["latents"] == arm.latents]
             share = 100 * sum(r["correct"] for r in own) / len(own)
             assert summary["arms"][arm.name]["benches"][bench]["headline"] == pytest.approx(share)

@@ -25,6 +25,7 @@ SECTIONS = [
     "counterfactual",
     "exchange",
     "further",
+    "paper",
     "provenance",
 ]
 
@@ -57,13 +58,15 @@ def test_headline_scores_are_the_shares_of_right_answers(tree: Element, results:
         asked = [
             one
             for one in records(results / "eval" / row[0].lower() / "predictions.jsonl")
-            if one["bench"] == "mmvp"
+            if one["bench"] == "mini-mmvp"
             and one["condition"] == "own"
             and one["latents"] == (0 if row[0] == "Direct" else 3)
         ]
         right = sum(one["text"] == f"<answer>{one['answer']}</answer>" for one in asked)
-        assert plain(row[column(table, "MMVP")]) == pytest.approx(100 * right / len(asked), abs=0.051)
-        assert "†" in row[column(table, "MMVP")] and "|[" in row[column(table, "MMVP")]  # few questions; an interval
+        assert plain(row[column(table, "mini-mmvp")]) == pytest.approx(100 * right / len(asked), abs=0.051)
+        assert (
+            "†" in row[column(table, "mini-mmvp")] and "|[" in row[column(table, "mini-mmvp")]
+        )  # few questions; an interval
         five = [plain(cell) for cell in row[1:6]]
         assert plain(row[6]) == pytest.approx(sum(five) / 5, abs=0.1)
 
@@ -72,18 +75,33 @@ def test_ablation_and_difference_from_the_baseline_are_paired_differences(tree: 
     def right(arm: str, condition: str, latents: int) -> dict[str, bool]:
         found = records(results / "eval" / arm / "predictions.jsonl")
         chosen = [
-            one for one in found if (one["bench"], one["condition"], one["latents"]) == ("mmvp", condition, latents)
+            one
+            for one in found
+            if (one["bench"], one["condition"], one["latents"]) == ("mini-mmvp", condition, latents)
         ]
         return {one["question"]: one["text"] == f"<answer>{one['answer']}</answer>" for one in chosen}
 
     own, mean = right("realvr", "own", 3), right("realvr", "mean", 3)
     lvr = right("lvr-rl", "own", 3)
     assert own.keys() == mean.keys() == lvr.keys()
-    (row,) = [row for row in tree.table("Span ablation")[1:] if row[:2] == ["ReaLVR", "MMVP"]]
+    (row,) = [row for row in tree.table("Span ablation")[1:] if row[:2] == ["ReaLVR", "mini-mmvp"]]
     assert plain(row[6]) == pytest.approx(100 * (sum(mean.values()) - sum(own.values())) / len(own), abs=0.051)
+    (row,) = [row for row in tree.table("Help and dependence, percentage")[1:] if row[:2] == ["ReaLVR", "mini-mmvp"]]
+    for place, stand_in in ((4, ("own", 0)), (7, ("other", 3)), (10, ("noise", 3))):
+        found = [
+            one
+            for one in records(results / "eval/realvr/predictions.jsonl")
+            if (one["bench"], one["condition"], one["latents"]) == ("mini-mmvp", *stand_in)
+        ]
+        instead = right("realvr", *stand_in)
+        lost = 100 * (sum(own.values()) - sum(instead.values())) / len(own)
+        assert plain(row[place]) == pytest.approx(lost, abs=0.051) and "|[" in row[place]
+        read = 100 * sum(one["text"].startswith("<answer>") for one in found) / len(found)
+        assert plain(row[place + 1]) == pytest.approx(read, abs=0.051)
     table = tree.table("Difference from LVR-RL")
     (row,) = [row for row in table[1:] if row[0] == "ReaLVR"]
-    assert plain(row[1]) == pytest.approx(100 * (sum(own.values()) - sum(lvr.values())) / len(own), abs=0.051)
+    shown = [round(100 * sum(one.values()) / len(one), 1) for one in (own, lvr)]  # the paper quotes displayed means
+    assert plain(row[1]) == pytest.approx(shown[0] - shown[1], abs=1e-6)
     assert [row[0] for row in table[1:]] == ["Direct", "ReaLVR"]
 
 
@@ -155,10 +173,37 @@ def test_differences_are_read_under_the_policy_of_the_scores(results: Path, tmp_
     assert "only evaluations without a summary under lvr" in said and "--policy lvr" in said
 
 
+def test_a_report_about_own_questions_says_what_the_latents_do(tmp_path: Path) -> None:
+    """One question file of the user: no benchmark of the five anywhere."""
+    run = tmp_path / "runs" / "mine"
+    run.mkdir(parents=True)
+    conditions = {("own", 4): 8, ("own", 0): 5, ("mean", 4): 8, ("other", 4): 4, ("noise", 4): 2}
+    rows = [
+        {"bench": "mine", "question": str(n), "condition": condition, "latents": k, "seed": 0, "answer": "A"}
+        | {"choices": ["x", "y"], "text": "?", "correct": n < right, "extracted": "A" if n < right else "B"}
+        | ({"extracted": None} if condition == "noise" and n > 4 else {})
+        for (condition, k), right in conditions.items()
+        for n in range(10)
+    ]
+    (run / "predictions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["score", str(run)]) == 0
+    assert main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
+    table = read(tmp_path / "out/index.html").table("What the latents do")
+    (row,) = table[1:]
+    names = ("help: own − no span", "dependence: own − another's", "dependence: own − noise")
+    cells = [row[column(table, f"{name} (points)")] for name in names]
+    assert [plain(cell) for cell in cells] == [30.0, 40.0, 60.0]
+    assert ["% read" in cell for cell in cells] == [True] * 3
+    assert "100.0 % read" in cells[0] and "100.0 % read" in cells[1] and "50.0 % read" in cells[2]
+
+
 def test_published_numbers_are_set_apart_and_marked(tree: Element) -> None:
     marked = [one for one in tree.all("table") if "published, not measured here" in next(one.all("caption")).text()]
     assert len(marked) >= 10 and all(one.inside("published") for one in marked)
     assert not any(one.inside("published") for one in tree.all("table") if one not in marked)
+    for section in tree.all("section"):  # beside no score: none of these questions is a published set
+        inside = [one for one in section.all("table") if "published, not measured here" in one.text()]
+        assert len(inside) == (len(marked) if section.attributes["id"] == "paper" else 0)
     (row,) = [row for row in tree.table("Qwen2.5-VL-7B, %")[1:] if row[0] == "ReaLVR"]
     assert row[1:] == ["72.0|± 0.4", "55.8|± 0.3", "71.8|± 0.3", "66.6|± 0.3", "52.2|± 0.2", "63.7|± 0.2"]
 
@@ -168,7 +213,7 @@ def test_data_json_holds_the_tables_unrounded(page: Path, results: Path) -> None
     assert [section["id"] for section in data["sections"]] == SECTIONS
     table = data["sections"][0]["tables"][0]
     summary = json.loads((results / "eval/realvr/summary.json").read_text())
-    assert table["rows"][2][1]["value"] == summary["benches"]["mmvp"]["headline"]
+    assert table["rows"][2][1]["value"] == summary["benches"]["mini-mmvp"]["headline"]
 
 
 def test_a_long_run_is_drawn_as_means_of_equal_parts(tmp_path: Path) -> None:

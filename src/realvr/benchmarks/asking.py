@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from realvr.backbone.images import picture_hash
 from realvr.benchmarks.extract import extract_answer, is_correct
 from realvr.benchmarks.records import Condition, Prediction
 from realvr.benchmarks.responder import Plan, Reply, Request, Responder
@@ -30,6 +31,8 @@ class Asked:
     sample: Sample
     images: list[Any]
     error: str | None = None
+    pictures: tuple[str, ...] = ()
+    """Hashes of the decoded images."""
 
 
 class Gallery:
@@ -38,23 +41,25 @@ class Gallery:
     def __init__(self, prepare: Callable[[Any], Any] | None, keep: int = KEPT_IMAGES) -> None:
         self._prepare = prepare
         self._keep = keep
-        self._ready: OrderedDict[ImageRef, Any] = OrderedDict()
+        self._ready: OrderedDict[ImageRef, tuple[Any, str]] = OrderedDict()
 
     def load(self, samples: Iterable[Sample]) -> list[Asked]:
         """Each sample with its images. An image that cannot be used is an error of its question alone."""
         found = []
         for sample in samples:
             try:
-                found.append(Asked(sample, [self._image(image) for image in sample.images]))
+                ready = [self._image(image) for image in sample.images]
+                found.append(Asked(sample, [one for one, _ in ready], None, tuple(picture for _, picture in ready)))
             except (UserError, OSError) as error:
                 found.append(Asked(sample, [], str(error) or type(error).__name__))
         return found
 
-    def _image(self, image: ImageRef) -> Any:
+    def _image(self, image: ImageRef) -> tuple[Any, str]:
+        """The image as the responder takes it, and the hash of what it shows."""
         ready = self._ready.pop(image, None)
         if ready is None:
             opened = image.open()
-            ready = self._prepare(opened) if self._prepare is not None else opened
+            ready = (self._prepare(opened) if self._prepare is not None else opened, picture_hash(opened))
         self._ready[image] = ready
         while len(self._ready) > self._keep:
             self._ready.popitem(last=False)
@@ -132,9 +137,10 @@ def _rows(plan: Plan, rows: Sequence[int]) -> Plan:
 
 
 def prediction(
-    bench: str, sample: Sample, condition: Condition, latents: int, seed: int, reply: Reply, policy: str
+    bench: str, asked: Asked, condition: Condition, latents: int, seed: int, reply: Reply, policy: str
 ) -> Prediction:
     """The record of one reply, read under ``policy``."""
+    sample = asked.sample
     extracted = None if reply.error is not None else extract_answer(reply.text, sample.choices, policy)
     return Prediction(
         bench=bench,
@@ -156,6 +162,7 @@ def prediction(
         tags=dict(sample.tags),
         prompt=reply.prompt,
         images=[image.id for image in sample.images],
+        pictures=list(asked.pictures),
         finish="error" if reply.error is not None else reply.finish,
         new_tokens=reply.new_tokens,
         seconds=round(reply.seconds, 4),

@@ -196,6 +196,16 @@ CATALOG: dict[str, Benchmark] = {bench.name: bench for bench in _ALL}
 """The benchmarks, in the order in which they are shown."""
 
 
+MINI = "mini-"
+"""Before the name of a benchmark: its stand-in, drawn by the embedded world."""
+
+
+def base_name(name: str) -> str:
+    """The benchmark whose files and scoring rule a name has: mmvp for mmvp and mini-mmvp. Other names stay."""
+    base = name.removeprefix(MINI)
+    return base if base in CATALOG else name
+
+
 def benchmark_named(name: str) -> Benchmark:
     """The entry of a name, or a `UserError` that lists them."""
     if name not in CATALOG:

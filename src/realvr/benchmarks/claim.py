@@ -34,6 +34,9 @@ def claim(directory: Path, record: Mapping[str, Any]) -> bool:
         return False
     earlier, now = _fixed(read_record(directory)), _fixed(json.loads(json.dumps(record)))
     found = [line for part in _COMPARED for line in differences(earlier.get(part, {}), now.get(part, {}), part)]
+    if moved := _renamed(earlier["benches"], now["benches"]):
+        old, new = moved
+        raise UserError(f"{directory} holds an evaluation of {old}, which is called {new} now: name another --out")
     if found:
         raise UserError(
             f"{directory} holds an evaluation made otherwise ({'; '.join(found[:4])}): name another --out, or give the "
@@ -41,7 +44,17 @@ def claim(directory: Path, record: Mapping[str, Any]) -> bool:
         )
     if changed := differences(earlier.get("versions", {}), now.get("versions", {}), "versions"):
         print(f"realvr: note: {directory} was begun elsewhere ({'; '.join(changed)})", file=sys.stderr)
+    _extend(path, json.loads(json.dumps(record)))
     return True
+
+
+def _extend(path: Path, now: Mapping[str, Any]) -> None:
+    """Add what records of earlier versions lack: the facts about the sets, and conditions that were added since."""
+    earlier = read_json(path)
+    conditions = now.get("settings", {}).get("conditions")
+    if earlier.get("sets") != now.get("sets") or earlier.get("settings", {}).get("conditions") != conditions:
+        settings = earlier.get("settings", {}) | {"conditions": conditions}
+        write_json(path, earlier | {"sets": now.get("sets", {}), "settings": settings})
 
 
 def read_record(directory: str | Path) -> dict[str, Any]:
@@ -50,7 +63,8 @@ def read_record(directory: str | Path) -> dict[str, Any]:
 
 
 def _fixed(record: dict[str, Any]) -> dict[str, Any]:
-    """The record without what may change: a model known by its weights, or a dataset, may have been moved."""
+    """The record without what may change: a model known by its weights, or a dataset, may have been moved; conditions
+    follow from the other settings, and a run that lacks one of today's gets it."""
     responder = dict(record.get("responder", {}))
     responder.pop("name", None)
     if responder.get("weights"):
@@ -59,7 +73,17 @@ def _fixed(record: dict[str, Any]) -> dict[str, Any]:
         name: {key: value for key, value in facts.items() if key != "path"}
         for name, facts in record.get("benches", {}).items()
     }
-    return record | {"responder": responder, "benches": benches}
+    settings = {name: value for name, value in record.get("settings", {}).items() if name != "conditions"}
+    return record | {"responder": responder, "benches": benches, "settings": settings}
+
+
+def _renamed(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str] | None:
+    """(old name, new name) of the same questions."""
+    for new, facts in now.items():
+        for old, known in earlier.items():
+            if new not in earlier and old not in now and known.get("sha256") == facts["sha256"]:
+                return old, new
+    return None
 
 
 def versions(responder: Responder) -> dict[str, str]:

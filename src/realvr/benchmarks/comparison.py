@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 from realvr.benchmarks.records import Prediction
+from realvr.benchmarks.rules import five_tasks
 from realvr.benchmarks.scoring import (
     Bench,
     Rows,
     Sampling,
-    five_tasks,
     group,
     infer_latents,
     paired,
     reference_latents,
 )
-from realvr.benchmarks.statistics import interval
+from realvr.benchmarks.statistics import gain, interval
 from realvr.errors import UserError
 
 
@@ -34,9 +34,10 @@ def compare(
 ) -> dict[str, Any]:
     """``second - first`` with each model's own latents at its trained K, over the questions that both answered.
 
-    Keys: ``benches`` (per benchmark ``first``, ``second``, ``difference``, ``difference_ci``, ``common``,
-    ``only_first``, ``only_second``, ``p``, ``only_in_first``, ``only_in_second``), ``five_task_mean`` where all five
-    are common, ``only_in_first`` and ``only_in_second`` (benchmarks), ``warnings``.
+    Keys: ``benches`` (per benchmark ``first``, ``second``, ``gain`` (by the paper's rule: of the displayed one-decimal
+    scores), ``difference`` (unrounded), ``difference_ci``, ``common``, ``only_first``, ``only_second``, ``p``,
+    ``only_in_first``, ``only_in_second``), ``five_task_mean`` where all five are common, ``only_in_first`` and
+    ``only_in_second`` (benchmarks), ``warnings``.
     """
     one, two = _own(group(first, policy), first_latents), _own(group(second, policy), second_latents)
     sampling = Sampling(resamples, seed)
@@ -61,10 +62,12 @@ def compare(
         "warnings": warnings,
     }
     if tasks := five_tasks(benches):
+        means = {
+            key: float(np.mean([benches[name][key] for name in tasks])) for key in ("first", "second", "difference")
+        }
         result["five_task_mean"] = {
-            **{
-                key: float(np.mean([benches[name][key] for name in tasks])) for key in ("first", "second", "difference")
-            },
+            **means,
+            "gain": gain(means["first"], means["second"]),
             "difference_ci": list(interval(np.mean([drawn[name] for name in tasks], axis=0))),
             "tasks": tasks,
         }
@@ -92,9 +95,11 @@ def _bench(
     keys_first, keys_second = ({(row.question, row.seed): row for row in rows} for rows in (first, second))
     both = [key for key in keys_first if key in keys_second]
     warnings += _differences(name, [(keys_first[key], keys_second[key]) for key in both])
+    one, two = (bench.score([keys[key] for key in both]) for keys in (keys_first, keys_second))
     return {
-        "first": bench.score([keys_first[key] for key in both]),
-        "second": bench.score([keys_second[key] for key in both]),
+        "first": one,
+        "second": two,
+        "gain": gain(one, two),
         **result,
         "metric": bench.rule.metric,
         "policy": _policies([keys_first[key] for key in both]),

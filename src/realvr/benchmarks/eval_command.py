@@ -107,6 +107,8 @@ class Job:
 
     def folders(self) -> dict[str, str]:
         """Image folders by name of the benchmark."""
+        from realvr.benchmarks.questions import bench_name
+
         found = {}
         for text in self.images:
             name, equals, path = text.partition("=")
@@ -114,7 +116,7 @@ class Job:
                 raise UserError(f"--images {text!r}: write NAME=DIR, NAME being that of a --bench")
             if not Path(path).is_dir():
                 raise UserError(f"--images {text!r}: {path} is not a folder")
-            found[name] = path
+            found[bench_name(name)] = path
         return found
 
     def budgets(self) -> tuple[int, ...] | None:
@@ -164,9 +166,10 @@ def evaluate(
     """Evaluate one or more checkpoints on benchmarks.
 
     Every question is asked with the model's own latents; unless --no-ablation is given also without a span (K = 0),
-    with the mean latents of the benchmark, and with those of another question. Answers are kept as they come: the same
-    command goes on where a run was stopped. Several checkpoints, for instance of several training seeds, are evaluated
-    one after the other, each in a folder of its own under OUT, and summarised as mean ± std.
+    with the mean latents of the benchmark, with those of another question, and with noise of the same norms. Answers
+    are kept as they come: the same command goes on where a run was stopped. Several checkpoints, for instance of
+    several training seeds, are evaluated one after the other, each in a folder of its own under OUT, and summarised as
+    mean ± std.
 
     Examples:
       realvr eval runs/rl/final --bench mmvp=data/MMVP --bench blink=data/BLINK --out runs/eval
@@ -177,9 +180,10 @@ def evaluate(
     Args:
         models: Directories of checkpoints, hub ids, or mini or mini-base (packaged).
         out: Folder for predictions.jsonl, eval.json, latents and summary.json, .md, .csv.
-        bench: A benchmark of realvr benchmarks, or a name of your own, and where its files are. May be repeated.
+        bench: A benchmark of realvr benchmarks, or a name of your own, and where its files are. Files that realvr world
+            make wrote are called mini-NAME. May be repeated.
         latents: Number of latent slots K, or several with commas; by default the K the checkpoint was trained with.
-        ablation: Also K = 0, mean latents, and latents of another question.
+        ablation: Also K = 0, mean latents, latents of another question, and noise.
         limit: At most this many questions of each benchmark: whole pairs and cycles, spread evenly, always the same.
         policy: How the answer is read: strict, blink-official, vlmevalkit, mme-official or lvr.
         temperature: 0 is greedy.
@@ -197,7 +201,7 @@ def evaluate(
         max_tokens: Most visual tokens per image (families with variable grids); by default those of its training.
         device: cpu, cuda, cuda:1, …; by default the GPU where there is one.
         dtype: float32, bfloat16, float16; by default the checkpoint's own.
-        exchange_seed: Fixes whose latents each question gets from another one.
+        exchange_seed: Fixes whose latents each question gets from another one, and the noise.
         take_over: Take OUT from a run on another machine that is gone for certain.
     """
     given = dict(locals())
@@ -282,7 +286,7 @@ def model_names(models: Sequence[str]) -> list[str]:
 def read_questions(job: Job, show: bool = True) -> list[Questions]:
     """The questions of every benchmark of a job; says on standard error what a reader of the numbers must know."""
     from realvr.benchmarks import questions
-    from realvr.benchmarks.catalog import CATALOG, blink_tasks
+    from realvr.benchmarks.catalog import CATALOG, base_name, blink_tasks
 
     found = []
     for name, path in job.benches().items():
@@ -290,7 +294,7 @@ def read_questions(job: Job, show: bool = True) -> list[Questions]:
             loaded = questions.load(
                 name,
                 path,
-                tasks=blink_tasks(job.blink_tasks) if name == "blink" and job.blink_tasks is not None else None,
+                tasks=blink_tasks(job.blink_tasks) if base_name(name) == "blink" and job.blink_tasks else None,
                 limit=job.limit,
                 images=job.folders().get(name),
                 mmvp_corrected=job.mmvp_corrected,
@@ -304,9 +308,12 @@ def read_questions(job: Job, show: bool = True) -> list[Questions]:
             _note(f"{name}: {count} rows cannot be asked and are left out ({reason}: {loaded.examples[reason]})")
         if loaded.missing_tasks:
             _note(f"{name}: {loaded.path} has no {', '.join(loaded.missing_tasks)}; the score is not the paper's")
-        if name not in CATALOG:
+        if base_name(name) not in CATALOG:
             _note(f"{name} is no benchmark of the catalogue (realvr benchmarks): read as {loaded.format}")
-        usual = CATALOG[name].rows if name in CATALOG and job.blink_tasks is None else None
+        elif loaded.bench != name:
+            why = "drawn by the embedded world" if loaded.world else f"read as {loaded.format}"
+            _note(f"{name}: {loaded.path} is {why}; it is called {loaded.bench}")
+        usual = CATALOG[loaded.bench].rows if loaded.bench in CATALOG and job.blink_tasks is None else None
         if usual is not None and job.limit is None and not loaded.missing_tasks and len(loaded) != usual:
             _note(f"{name}: {len(loaded)} questions; the published set has {usual:,}")
     return found
@@ -336,7 +343,9 @@ def _one(
     if ranks.rank == 0 and job.latents is None and not any(chosen.own):
         _note(f"{model} was trained with K = 0: it answers without a span, and there are no latents to ablate")
     if ranks.rank == 0 and job.ablation and chosen.exchanged is None and any(chosen.own):
-        _note("latents are exchanged at the trained K, which is not among --latents: no mean and other conditions")
+        _note(
+            "latents are exchanged at the trained K, which is not among --latents: no mean, other and noise conditions"
+        )
     return ask_everything(
         responder,
         questions,
@@ -375,7 +384,7 @@ def default_batch(responder: Responder) -> int:
 def report(summaries: dict[str, dict[str, Any]], out: Path) -> None:
     """Print the tables; for several checkpoints also write mean ± std."""
     from realvr.benchmarks import tables
-    from realvr.benchmarks.scoring import aggregate
+    from realvr.benchmarks.aggregation import aggregate
     from realvr.benchmarks.summary_files import write_summary
 
     console = tables.wide_console()

@@ -16,6 +16,15 @@ from importlib.resources import files
 
 from realvr.errors import UserError
 
+COLUMNS: dict[str, str] = {
+    "mmvp": "mmvp",
+    "blink": "blink",
+    "hrbench-4k": "hrbench-4k",
+    "hrbench-8k": "hrbench-8k",
+    "mme-realworld-lite": "mme-realworld",
+}
+"""Benchmark -> column of the paper's result tables. Its MME-RealWorld number is over the Lite set."""
+
 
 @dataclass(frozen=True)
 class Row:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from realvr.benchmarks.catalog import CATALOG, data_path
+from realvr.benchmarks.catalog import CATALOG, MINI, base_name, data_path
+from realvr.benchmarks.identity import called, from_world
 from realvr.data.detect import detect
 from realvr.data.readers.base import ReadOptions
 from realvr.data.reading import Report, read
@@ -45,6 +46,8 @@ class Questions:
     missing_tasks: tuple[str, ...] = ()
     """Chosen subtasks that the files do not hold."""
     limit: int | None = None
+    world: bool = False
+    """Drawn by the embedded world."""
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -68,22 +71,31 @@ class Questions:
             "sha256": digest.hexdigest(),
         }
 
+    def set_facts(self) -> dict[str, Any]:
+        """What tells the published set from others, beside `describe`; see `realvr.benchmarks.identity`."""
+        return {"world": self.world, "task_rows": dict(Counter(sample.task for sample in self.samples))}
+
+
+def bench_name(name: str) -> str:
+    """A name of the command line; those of the catalogue are known in whatever case."""
+    return name.lower() if base_name(name.lower()) in CATALOG else name
+
 
 def parse_bench(text: str) -> tuple[str, Path]:
     """``NAME=PATH`` -> (name, path)."""
     name, equals, path = text.partition("=")
     if not equals or not path or not _NAME.fullmatch(name):
         raise UserError(
-            f"--bench {text!r}: write NAME=PATH, where NAME is {', '.join(CATALOG)}, or a name of letters, digits, "
-            "'.', '_' and '-' of your own"
+            f"--bench {text!r}: write NAME=PATH, where NAME is {', '.join(CATALOG)}, one of these after {MINI} for "
+            "what realvr world make writes, or a name of letters, digits, '.', '_' and '-' of your own"
         )
-    return name, Path(path)
+    return bench_name(name), Path(path)
 
 
 def locate(name: str, path: str | Path) -> tuple[Path, str]:
     """(data file or folder, format) of a benchmark; cheap, so that a wrong path is found before a model is loaded."""
     path = Path(path)
-    bench = CATALOG.get(name)
+    bench = CATALOG.get(base_name(name))
     if bench is None:
         return path, detect(path).name
     path = data_path(bench, path)
@@ -109,14 +121,18 @@ def load(
 ) -> Questions:
     """Read the questions of a benchmark (a name of the catalog, or any name for any readable file).
 
+    They get the name that they go by from here on, see `realvr.benchmarks.identity.called`.
+
     ``tasks`` restricts to subtasks; None means the benchmark's usual ones, which may then be incomplete. ``limit``
     keeps at most that many questions, see `subset`. ``images`` is the folder that image paths are relative to.
     ``strict`` refuses a file with a row that cannot be asked.
     """
     if limit is not None and limit < 1:
         raise UserError(f"--limit is {limit}: at least one question must be asked")
+    name = bench_name(name)
     where, format = locate(name, path)
-    usual = CATALOG[name].tasks if name in CATALOG else ()
+    bench = CATALOG.get(base_name(name))
+    usual = bench.tasks if bench and format == bench.format else ()
     chosen = tuple(usual if tasks is None else tasks)
     options = ReadOptions(
         images=images,
@@ -135,12 +151,13 @@ def load(
     if not samples:
         reasons = ", ".join(f"{count} {reason}" for reason, count in report.dropped.items())
         why = f" ({reasons})" if reasons else ""
-        more = f"; {CATALOG[name].expectation()}" if name in CATALOG else ""
+        more = f"; {bench.expectation()}" if bench else ""
         raise UserError(f"{name}: {where} holds no question that can be asked{why}{more}")
     _refuse_repeated(name, samples)
     ordered = [sample for unit in units(samples) for sample in unit]
+    world = bench is not None and from_world(where, samples)
     return Questions(
-        name,
+        called(name, where, format, world),
         subset(ordered, limit) if limit else ordered,
         path=str(where),
         format=format,
@@ -150,6 +167,7 @@ def load(
         tasks=chosen,
         missing_tasks=missing,
         limit=limit,
+        world=world,
     )
 
 

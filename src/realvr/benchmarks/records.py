@@ -52,6 +52,8 @@ class Prediction:
     """SHA-256 of the encoded prompt: token ids and images."""
     images: list[str] = field(default_factory=list)
     """Ids of the images."""
+    pictures: list[str] = field(default_factory=list)
+    """SHA-256 of each decoded image: equal for the same picture under two names."""
     finish: str = ""
     """eos, stop, length, or error."""
     new_tokens: int = 0

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from realvr.benchmarks.catalog import MINI, base_name
 from realvr.benchmarks.records import Prediction
 
 FIVE: tuple[tuple[str, ...], ...] = (
@@ -29,6 +30,32 @@ FIVE: tuple[tuple[str, ...], ...] = (
     ("mme-realworld-lite", "mme-realworld"),
 )
 """The tasks of the five-task mean. The paper's fifth is the Lite set, which is taken where both are there."""
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Benchmarks as they are shown: the five (or their stand-ins) first, then the others by name."""
+    order = [name for names in FIVE for name in names]
+
+    def place(name: str) -> tuple[int, str]:
+        base = base_name(name)
+        return (order.index(base) if base in order else len(order), name)
+
+    return sorted(names, key=place)
+
+
+def five_tasks(present: Iterable[str]) -> list[str] | None:
+    """Names of the five tasks where all are there: the benchmarks themselves, else the world's five."""
+    there = set(present)
+    for prefix in ("", MINI):
+        chosen = [next((prefix + name for name in names if prefix + name in there), None) for names in FIVE]
+        if None not in chosen:
+            return [name for name in chosen if name is not None]
+    return None
+
+
+def five_title(tasks: Iterable[str]) -> str:
+    """What the mean over five tasks is called."""
+    return "mini five-task mean" if any(name.startswith(MINI) for name in tasks) else "five-task mean"
 
 
 @dataclass(frozen=True)
@@ -146,8 +173,8 @@ _ANY = Rule("accuracy", _plain)
 
 
 def rule_of(bench: str) -> Rule:
-    """The benchmark's rule by its name; plain accuracy for names that are not of the five."""
-    return RULES.get(bench, _ANY)
+    """The benchmark's rule by its name, also for the world's stand-in; plain accuracy for any other name."""
+    return RULES.get(base_name(bench), _ANY)
 
 
 def units(rule: Rule, rows: Iterable[Prediction]) -> dict[str, str]:

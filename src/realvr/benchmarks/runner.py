@@ -1,7 +1,8 @@
 """One evaluation: every question under every budget and condition, then the summary.
 
 Phase 1 asks with the model's own latents, at every K from one reading of the prompt. Phase 2 asks again with the mean
-latents and with those of another question (see `ablation`), which needs phase 1 to be complete. Batches are fixed by
+latents, with those of another question and with noise (see `ablation`), all from one more reading; it needs phase 1 to
+be complete. Batches are fixed by
 the order of the questions and their size, not by what has been answered or by the number of processes, so that a
 resumed run and one on several processes repeat the same arithmetic; a batch of which something is missing is asked as a
 whole.
@@ -17,15 +18,15 @@ from typing import Any
 
 from torch import Tensor
 
-from realvr.benchmarks.ablation import donors, mean_latents
+from realvr.benchmarks.ablation import donors, matched_noise, mean_latents
 from realvr.benchmarks.asking import Asked, Asker, Gallery, ahead, prediction
 from realvr.benchmarks.claim import claim
 from realvr.benchmarks.extract import POLICIES
 from realvr.benchmarks.latent_store import LatentStore
 from realvr.benchmarks.meter import Meter
 from realvr.benchmarks.processes import Ranks
-from realvr.benchmarks.questions import Questions
-from realvr.benchmarks.records import Condition, Prediction
+from realvr.benchmarks.questions import Questions, image_key
+from realvr.benchmarks.records import Condition, Prediction, read_predictions
 from realvr.benchmarks.responder import Plan, Reply, Responder
 from realvr.benchmarks.score_command import summarise_run
 from realvr.benchmarks.store import Key, Store, merge
@@ -34,7 +35,7 @@ from realvr.data.sample import Sample
 from realvr.errors import UserError
 from realvr.runlock import hold
 
-EXCHANGED: tuple[Condition, ...] = ("mean", "other")
+EXCHANGED: tuple[Condition, ...] = ("mean", "other", "noise")
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,12 @@ class EvalSettings:
     latents: tuple[int, ...] | None = None
     """Budgets K to evaluate; None is the checkpoint's own."""
     ablation: bool = True
-    """Also K = 0, the mean latents and those of another question."""
+    """Also K = 0, the mean latents, those of another question, and noise."""
     seeds: tuple[int, ...] = (0,)
     """Seeds of sampling; one for greedy decoding."""
     policy: str = "strict"
     exchange_seed: int = 0
-    """Fixes who gets whose latents in the condition ``other``."""
+    """Fixes who gets whose latents in the condition ``other``, and the numbers of ``noise``."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,9 @@ class _Bench:
 
 def _bench(questions: Questions, batch: int) -> _Bench:
     batches = [questions.samples[k : k + batch] for k in range(0, len(questions), batch)]
-    return _Bench(questions, batches, EXCHANGED if donors(questions.samples) else ("mean",))
+    # By reference: whether two files show the same picture is only known when they have been opened, in phase 1.
+    alone = not donors(questions.samples, pictures={s.id: list(map(image_key, s.images)) for s in questions.samples})
+    return _Bench(questions, batches, tuple(name for name in EXCHANGED if not (alone and name == "other")))
 
 
 def evaluate(
@@ -170,6 +173,7 @@ def _record(
     return {
         "responder": responder.describe(),
         "benches": {questions.bench: questions.describe() for questions in benches},
+        "sets": {questions.bench: questions.set_facts() for questions in benches},
         "expected": {questions.bench: len(questions) for questions in benches},
         "settings": asdict(settings)
         | {
@@ -286,9 +290,10 @@ class Run:
         for (bench, batch), asked in zip(share, loaded, strict=True):
             asked = [self._with_own_error(bench, item, latents) for item in asked]
             for seed, missing in self._exchanged_missing(bench, batch, latents).items():
-                # Both conditions from one reading of the prompts, unless some question has nobody to exchange with.
-                for conditions in [missing] if bench.donors else [[condition] for condition in missing]:
-                    items = asked if bench.donors or conditions != ["other"] else [_alone(item) for item in asked]
+                # All conditions from one reading of the prompts; where nobody can exchange, "other" is only recorded.
+                alone = [] if bench.donors else [condition for condition in missing if condition == "other"]
+                for conditions in (part for part in ([c for c in missing if c not in alone], alone) if part):
+                    items = [_alone(item) for item in asked] if conditions is alone else asked
                     plans = [Plan(latents, self._given(bench, condition, items)) for condition in conditions]
                     replies = self.asker.ask(bench.name, items, plans, seed)
                     names = [(condition, latents) for condition in conditions]
@@ -312,7 +317,12 @@ class Run:
         if known:
             names = [sample.id for sample in known]
             bench.mean = mean_latents(names, lambda question: self.latents.get(bench.name, question))
-            bench.donors = donors(known, self.settings.exchange_seed)
+            bench.donors = donors(known, self.settings.exchange_seed, self._pictures(bench))
+
+    def _pictures(self, bench: _Bench) -> dict[str, list[str]]:
+        """Hashes of the pictures of every question, as phase 1 of all processes recorded them."""
+        rows = (row for file in self.store.directory.glob("predictions*.jsonl") for row in read_predictions(file))
+        return {row.question: row.pictures for row in rows if row.bench == bench.name and row.condition == "own"}
 
     def _with_own_error(self, bench: _Bench, item: Asked, latents: int) -> Asked:
         """A question that could not be asked with its own latents is not asked with others either."""
@@ -326,7 +336,13 @@ class Run:
         nothing = Tensor()
         if condition == "mean":
             return [nothing if bench.mean is None else bench.mean] * len(asked)
-        return [nothing if item.error else self.latents.get(bench.name, bench.donors[item.sample.id]) for item in asked]
+
+        def given(question: str) -> Tensor:
+            if condition == "other":
+                return self.latents.get(bench.name, bench.donors[question])
+            return matched_noise(self.latents.get(bench.name, question), self.settings.exchange_seed, question)
+
+        return [nothing if item.error else given(item.sample.id) for item in asked]
 
     # ------------------------------------------------------------------ both
 
@@ -340,7 +356,7 @@ class Run:
         meter: Meter,
     ) -> None:
         found: list[Prediction] = [
-            prediction(bench.name, item.sample, condition, latents, seed, reply, self.settings.policy)
+            prediction(bench.name, item, condition, latents, seed, reply, self.settings.policy)
             for (condition, latents), row in zip(conditions, replies, strict=True)
             for item, reply in zip(asked, row, strict=True)
         ]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json as json_module
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
 from realvr.benchmarks import tables
+from realvr.benchmarks.aggregation import aggregate
 from realvr.benchmarks.comparison import compare as compare_runs
+from realvr.benchmarks.identity import record_sets, renamed
 from realvr.benchmarks.published import benchmark_row
 from realvr.benchmarks.records import PREDICTIONS, Prediction, read_predictions
-from realvr.benchmarks.scoring import aggregate, summarise
+from realvr.benchmarks.scoring import summarise
 from realvr.benchmarks.summary_files import write_summary
 from realvr.errors import UserError
 
@@ -136,8 +139,10 @@ def predictions_of(run: Path) -> Iterator[Prediction]:
     files = sorted(run.glob(_PATTERN)) if run.is_dir() else []
     if not files:
         raise UserError(f"{run}: no {PREDICTIONS} in it; give the folder of one evaluation")
+    names = record_of(run).get("renamed") or {}
     for file in files:
-        yield from read_predictions(file)
+        for row in read_predictions(file):
+            yield replace(row, bench=names[row.bench]) if row.bench in names else row
 
 
 def own_policy(run: Path) -> str | None:
@@ -147,19 +152,26 @@ def own_policy(run: Path) -> str | None:
 
 
 def record_of(run: Path) -> dict[str, Any]:
-    """``latents`` and ``expected`` as the run wrote them into eval.json; empty where there is no such file."""
+    """What scoring needs of eval.json; empty where there is no such file.
+
+    ``latents`` and ``expected`` as the run wrote them, ``renamed`` (names of earlier versions to those of today), and
+    ``sets`` (name to the reason why its questions are not the published set, or '').
+    """
     path = run / RECORD
     if not path.is_file():
         return {}
     try:
         record = json_module.loads(path.read_text(encoding="utf-8"))
         latents = (record.get("responder") or {}).get("latents")
-        expected = {str(name): int(count) for name, count in (record.get("expected") or {}).items()}
+        benches, sets = record.get("benches") or {}, record.get("sets") or {}
+        names = renamed(benches, sets)
+        expected = {names.get(name, str(name)): int(count) for name, count in (record.get("expected") or {}).items()}
+        reasons = record_sets({names.get(name, name): facts for name, facts in benches.items()}, sets)
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: not the record of an evaluation ({error}); repair or remove it") from None
     if latents is not None and not isinstance(latents, int):
         raise UserError(f"{path}: responder.latents is {latents!r}, a whole number is expected")
-    return {"latents": latents, "expected": expected}
+    return {"latents": latents, "expected": expected, "renamed": names, "sets": reasons}
 
 
 def summarise_run(
@@ -180,6 +192,7 @@ def summarise_run(
         resamples=resamples,
         seed=seed,
         expected=record.get("expected"),
+        sets=record.get("sets"),
     )
     if not summary["benches"] and not summary["without_own_latents"]:
         raise UserError(f"{run}: its predictions are empty; run the evaluation again, it continues where it stopped")

@@ -1,6 +1,6 @@
 """From predictions to numbers one can defend: headline, interval, ablations, sweep over K, five-task mean.
 
-`summarise` reads predictions of one model, `aggregate` summaries of several (training seeds). Shares and their
+`summarise` reads predictions of one model; `aggregation` puts summaries of several together. Shares and their
 differences are percentages and percentage points; the results are JSON-compatible. No model, no torch.
 """
 
@@ -15,15 +15,17 @@ from typing import Any
 import numpy as np
 
 from realvr.benchmarks import rules
+from realvr.benchmarks.effects import effects
 from realvr.benchmarks.extract import extract_answer, is_correct
 from realvr.benchmarks.records import Prediction
-from realvr.benchmarks.rules import FIVE, Rule
+from realvr.benchmarks.rules import RULES, Rule, five_tasks, in_order
 from realvr.benchmarks.statistics import Array, Tally, bootstrap, interval, mcnemar, mean_std
 
 Rows = list[Prediction]
-VERSION = 1
-ABLATIONS = ("none", "mean", "other")
-"""What stands in for the model's own latents: no span at all (K = 0), their mean over the set, another example's."""
+VERSION = 2
+ABLATIONS = ("none", "mean", "other", "noise")
+"""What stands in for the model's own latents: no span at all (K = 0), their mean over the set, another example's, noise
+of the same norms."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,14 @@ def summarise(
     resamples: int = 2000,
     seed: int = 0,
     expected: Mapping[str, int] | None = None,
+    sets: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Scores of one model, see docs/evaluation.md for the keys.
 
     ``trained_latents`` is the K of the checkpoint; left out, it is the K of the mean and other conditions, else the
     largest. With ``policy`` every text is read again; without, the readings stored in the predictions count.
-    ``expected`` gives the number of questions of a benchmark: fewer are marked incomplete.
+    ``expected`` gives the number of questions of a benchmark: fewer are marked incomplete. ``sets`` says why questions
+    are not the published set of that name ('' where they are); without it nothing counts as published.
     """
     benches = group(predictions, policy)
     trained = infer_latents(benches) if trained_latents is None else trained_latents
@@ -98,6 +102,7 @@ def summarise(
         latents = reference_latents(bench, trained)
         if latents is not None:
             done[name], drawn[name] = _bench(bench, latents, sampling, (expected or {}).get(name))
+            done[name]["not_published_set"] = (sets or {}).get(name, "no record of the questions (eval.json)")
     summary: dict[str, Any] = {
         "version": VERSION,
         "trained_latents": trained,
@@ -107,8 +112,11 @@ def summarise(
         "without_own_latents": sorted(set(benches) - set(done)),
         "not_begun": sorted(set(expected or {}) - set(benches)),
     }
-    if five := _five_task_mean(done, drawn, trained):
-        summary["five_task_mean"] = five
+    means = _means(done, drawn, trained)
+    if "own" in means:
+        five = five_tasks(means["own"]["tasks"]) is not None
+        summary["five_task_mean" if five else "task_mean"] = means
+        summary["effects"] = effects(means)
     if sweep := _sweep_table(done, trained):
         summary["sweep"] = sweep
     return summary
@@ -123,9 +131,7 @@ def group(predictions: Iterable[Prediction], policy: str | None = None) -> dict[
             continue
         seen.add(row.key)
         cells[row.bench][row.condition, row.latents].append(reread(row, policy) if policy else row)
-    order = [name for names in FIVE for name in names]
-    names = sorted(cells, key=lambda name: (order.index(name) if name in order else len(order), name))
-    return {name: Bench(name, dict(cells[name])) for name in names}
+    return {name: Bench(name, dict(cells[name])) for name in in_order(cells)}
 
 
 def reread(row: Prediction, policy: str) -> Prediction:
@@ -187,17 +193,19 @@ def _bench(
         **counts(own, expected),
         "metrics": bench.rule.details(own),
     }
-    if bench.name == "mmvp" and (pair_ci := _pair_interval(own, sampling)):
+    if bench.rule is RULES["mmvp"] and (pair_ci := _pair_interval(own, sampling)):
         entry["metrics"]["pair_ci"] = pair_ci
     ablation: dict[str, Any] = {}
     for name in ABLATIONS:
         rows = bench.cells.get(("own", 0) if name == "none" else (name, latents))
         if latents and rows:
             ablation[name], differences = _against(bench, own, rows, sampling, expected)
+            ablation[name]["readable"], among = paired(bench, *_readable(own, rows), sampling)
             replicates[name] = bench.replicates(sampling, rows)[0]
-            if differences is not None:
-                replicates[f"{name} - own"] = differences
+            replicates |= {f"{name} - own": differences} if differences is not None else {}
+            replicates |= {f"{name} - own, readable": among} if among is not None else {}
     entry["ablation"] = ablation
+    entry["effects"] = effects(ablation)
     lengths = sorted(k for condition, k in bench.cells if condition == "own")
     if len(lengths) > 1:
         cells = {k: bench.cells["own", k] for k in lengths}
@@ -234,6 +242,14 @@ def _against(
     return entry | difference, drawn
 
 
+def _readable(first: Rows, second: Rows) -> tuple[Rows, Rows]:
+    """Rows of both whose question and seed were answered readably in both."""
+    read = [{(row.question, row.seed) for row in rows if row.extracted is not None} for rows in (first, second)]
+    both = read[0] & read[1]
+    one, two = ([row for row in rows if (row.question, row.seed) in both] for rows in (first, second))
+    return one, two
+
+
 def paired(bench: Bench, first: Rows, second: Rows, sampling: Sampling) -> tuple[dict[str, Any], Array | None]:
     """``second - first`` over the questions (and decoding seeds) in both, and its resampled values.
 
@@ -260,40 +276,44 @@ def paired(bench: Bench, first: Rows, second: Rows, sampling: Sampling) -> tuple
     }, difference
 
 
-def five_tasks(present: Iterable[str]) -> list[str] | None:
-    """Names of the five tasks where all are there."""
-    there = set(present)
-    chosen = [next((name for name in names if name in there), None) for names in FIVE]
-    return None if None in chosen else [name for name in chosen if name is not None]
-
-
-def _five_task_mean(
-    done: Mapping[str, dict[str, Any]], drawn: Mapping[str, dict[str, Array]], trained: int
-) -> dict[str, Any]:
-    """Unweighted mean of the five headlines per condition, only where all five were run at the trained K."""
+def _means(done: Mapping[str, dict[str, Any]], drawn: Mapping[str, dict[str, Array]], trained: int) -> dict[str, Any]:
+    """Unweighted mean of the headlines per condition, over benchmarks run at the trained K: the five where they are
+    all there, else whatever there is. A condition that not all of the five have is left out; of other tasks those
+    that have it count."""
     at_k = {name: entry for name, entry in done.items() if entry["latents"] == trained}
+    five = five_tasks(at_k)
     result: dict[str, Any] = {}
     for condition in ("own", *ABLATIONS):
-        present = [name for name, entry in at_k.items() if condition == "own" or condition in entry["ablation"]]
-        tasks = five_tasks(present)
-        if tasks is None:
-            continue
-        cells = [at_k[name] if condition == "own" else at_k[name]["ablation"][condition] for name in tasks]
-        replicates = np.mean([drawn[name][condition] for name in tasks], axis=0)
-        entry: dict[str, Any] = {
-            "mean": float(np.mean([cell["headline"] for cell in cells])),
-            "ci": list(interval(replicates)),
-            "tasks": tasks,
-            "complete": all(cell["complete"] is not False for cell in cells),
-        }
-        if condition == "own":
-            entry["std"] = _std_over_seeds(cells)
-        elif all(f"{condition} - own" in drawn[name] for name in tasks):
-            difference = np.mean([drawn[name][f"{condition} - own"] for name in tasks], axis=0)
-            entry["difference"] = float(np.mean([cell["difference"] for cell in cells]))
-            entry["difference_ci"] = list(interval(difference))
-        result[condition] = entry
+        tasks = [name for name in five or at_k if condition == "own" or condition in at_k[name]["ablation"]]
+        if tasks and (five is None or tasks == five):
+            result[condition] = _mean(condition, tasks, at_k, drawn)
     return result
+
+
+def _mean(
+    condition: str, tasks: list[str], done: Mapping[str, dict[str, Any]], drawn: Mapping[str, dict[str, Array]]
+) -> dict[str, Any]:
+    """The mean over these tasks under one condition, and its difference from the own latents."""
+    cells = [done[name] if condition == "own" else done[name]["ablation"][condition] for name in tasks]
+    entry: dict[str, Any] = {
+        "mean": float(np.mean([cell["headline"] for cell in cells])),
+        "ci": list(interval(np.mean([drawn[name][condition] for name in tasks], axis=0))),
+        "coverage": float(np.mean([cell["coverage"] for cell in cells])),
+        "tasks": tasks,
+        "complete": all(cell["complete"] is not False for cell in cells),
+    }
+    if condition == "own":
+        return entry | {"std": _std_over_seeds(cells)}
+
+    def difference(key: str, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        if not all(key in drawn[name] for name in tasks):
+            return {}
+        mean = np.mean([drawn[name][key] for name in tasks], axis=0)
+        value = float(np.mean([part["difference"] for part in parts]))
+        return {"difference": value, "difference_ci": list(interval(mean))}
+
+    entry |= difference(f"{condition} - own", cells)
+    return entry | {"readable": difference(f"{condition} - own, readable", [cell["readable"] for cell in cells])}
 
 
 def _std_over_seeds(cells: Sequence[dict[str, Any]]) -> float | None:
@@ -333,44 +353,3 @@ def _sweep_table(done: Mapping[str, dict[str, Any]], trained: int) -> dict[str, 
 def _best_length(row: Mapping[str, float], trained: int) -> str:
     """K with the largest difference; of equals the trained one, then the smallest."""
     return max(row, key=lambda k: (row[k], int(k) == trained, -int(k)))
-
-
-def aggregate(summaries: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Mean and standard deviation (ddof = 1) over checkpoints, for instance training seeds. Keys are their names.
-
-    A benchmark or condition counts the checkpoints that have it; ``n`` says how many.
-    """
-    names = [name for names in FIVE for name in names]
-    found = {bench for summary in summaries.values() for bench in summary["benches"]}
-    benches: dict[str, Any] = {}
-    for bench in sorted(found, key=lambda name: (names.index(name) if name in names else len(names), name)):
-        entries = {name: s["benches"][bench] for name, s in summaries.items() if bench in s["benches"]}
-        benches[bench] = {
-            **_over(entries, "headline"),
-            "metric": next(iter(entries.values()))["metric"],
-            "policy": " + ".join(sorted({entry["policy"] for entry in entries.values()})),
-            "complete": all(entry["complete"] is not False for entry in entries.values()),
-            "ablation": _conditions({name: entry["ablation"] for name, entry in entries.items()}, "headline"),
-        }
-    five = {name: s["five_task_mean"] for name, s in summaries.items() if "five_task_mean" in s}
-    result = {"version": VERSION, "checkpoints": list(summaries), "benches": benches}
-    return result | ({"five_task_mean": _conditions(five, "mean")} if five else {})
-
-
-def _conditions(entries: Mapping[str, dict[str, Any]], value: str) -> dict[str, Any]:
-    """Per condition: mean and deviation of its value and, beside it, of its difference from the own latents."""
-    result: dict[str, Any] = {}
-    for condition in ("own", *ABLATIONS):
-        there = {name: entry[condition] for name, entry in entries.items() if condition in entry}
-        if there:
-            result[condition] = _over(there, value)
-            different = {name: entry for name, entry in there.items() if "difference" in entry}
-            if different:
-                result[condition]["difference"] = _over(different, "difference")
-    return result
-
-
-def _over(entries: Mapping[str, dict[str, Any]], value: str) -> dict[str, Any]:
-    values = {name: entry[value] for name, entry in entries.items()}
-    mean, std = mean_std(list(values.values()))
-    return {"mean": mean, "std": std, "n": len(values), "values": values}

@@ -87,6 +87,16 @@ def mcnemar(only_first: int, only_second: int) -> float:
     return min(1.0, 2 * tail / 2**trials)
 
 
+def displayed(value: float) -> float:
+    """As tables show a score: one decimal, and no negative zero."""
+    return round(value, 1) + 0.0
+
+
+def gain(first: float, second: float) -> float:
+    """``second - first`` by the paper's rule: the difference of the means as displayed, with one decimal."""
+    return displayed(displayed(second) - displayed(first))
+
+
 def mean_std(values: Sequence[float]) -> tuple[float, float | None]:
     """Mean and sample standard deviation (ddof = 1); None for the latter where there is one value."""
     return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None

@@ -15,7 +15,8 @@ from typing import Any
 
 from realvr.benchmarks.extract import POLICIES
 from realvr.benchmarks.published import Row
-from realvr.benchmarks.tables import PUBLISHED, markdown
+from realvr.benchmarks.rules import five_title
+from realvr.benchmarks.tables import PUBLISHED, markdown, published_mean, published_value
 from realvr.errors import UserError
 from realvr.files import write_atomically
 
@@ -61,9 +62,12 @@ def csv(summary: Mapping[str, Any], beside: Row | None = None) -> str:
     writer.writeheader()
     writer.writerows(_aggregate_lines(summary) if "checkpoints" in summary else _lines(summary))
     if beside:
-        for name, (mean, std) in beside.values.items():
-            line = {"benchmark": name, "condition": PUBLISHED, "metric": f"{beside.method}, {beside.table}"}
-            writer.writerow({**line, "score": mean, "std": std})
+        found = {name: published_value(beside, name, entry) for name, entry in summary["benches"].items()}
+        found["five-task mean"] = published_mean(beside, summary)
+        for name, value in found.items():
+            if value:
+                line = {"benchmark": name, "condition": PUBLISHED, "metric": f"{beside.method}, {beside.table}"}
+                writer.writerow({**line, "score": value[0], "std": value[1]})
     return target.getvalue()
 
 
@@ -75,9 +79,12 @@ def _lines(summary: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         for k, cell in entry.get("sweep", {}).items():
             if int(k) not in (0, entry["latents"]):
                 yield _line(name, "own", int(k), cell, entry["metric"])
-    for condition, cell in summary.get("five_task_mean", {}).items():
+    five = summary.get("five_task_mean", {})
+    for condition, cell in five.items():
         latents = 0 if condition == "none" else summary["trained_latents"]
-        yield _line("five-task mean", condition, latents, {**cell, "headline": cell["mean"]}, "mean of the five")
+        yield _line(
+            five_title(five["own"]["tasks"]), condition, latents, {**cell, "headline": cell["mean"]}, "mean of the five"
+        )
 
 
 def _line(bench: str, condition: str, latents: int, cell: Mapping[str, Any], metric: str) -> dict[str, Any]:
@@ -93,8 +100,9 @@ def _aggregate_lines(summary: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for name, entry in summary["benches"].items():
         for condition, cell in {"own": entry, **entry["ablation"]}.items():
             yield _aggregate_line(name, condition, cell) | {"metric": entry["metric"], "policy": entry["policy"]}
-    for condition, cell in summary.get("five_task_mean", {}).items():
-        yield _aggregate_line("five-task mean", condition, cell) | {"metric": "mean of the five"}
+    five = summary.get("five_task_mean", {})
+    for condition, cell in five.items():
+        yield _aggregate_line(five_title(five["own"]["tasks"]), condition, cell) | {"metric": "mean of the five"}
 
 
 def _aggregate_line(bench: str, condition: str, cell: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,13 +16,19 @@ from realvr.errors import UserError
 from realvr.files import differences, read_json, write_json
 
 SETTINGS = "demo_settings.json"
+VERSION = 2
+"""What the steps leave behind. A folder of another version cannot be continued: its numbers would be incomplete."""
 
 
 @contextmanager
 def claim(folder: Path, settings: DemoSettings, take_over: bool = False) -> Iterator[None]:
     """Keep the folder for this demo. A folder of something else is refused and left alone."""
     note = folder / SETTINGS
-    record = {"settings": asdict(settings), "models": {name: models.fingerprint(name) for name in models.NAMES}}
+    record = {
+        "version": VERSION,
+        "settings": asdict(settings),
+        "models": {name: models.fingerprint(name) for name in models.NAMES},
+    }
     record = json.loads(json.dumps(record))
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: give --out a folder")
@@ -37,6 +43,8 @@ def claim(folder: Path, settings: DemoSettings, take_over: bool = False) -> Iter
 
 
 def _refuse_other(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    if before.get("version", 1) != now["version"]:
+        raise UserError(f"{folder} holds a demo of another version of realvr: name another --out, or remove the folder")
     weights = before.get("models", {})
     different = differences(before.get("settings", {}), now["settings"])
     different += [

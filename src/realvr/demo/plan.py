@@ -156,11 +156,11 @@ def _measurements(s: DemoSettings, arm: Arm) -> list[Step]:
         paths = tuple(f"{arm.folder}/{kind}/{name}" for name in journals)
         return Step(f"{arm.folder}-{kind}", f"{arm.name}: {title}", kind, cost, needs, arm, paths, units)
 
-    answers = questions * (4 if spans else 1)
+    answers = questions * (5 if spans else 1)  # own latents, no span, mean, another's, noise
     records = pairs * (4 if spans else 3)  # three protocols (two without a span) and the distances
     each = 0.0055 if spans else 0.012  # the base answers in words before the letter
     found = [
-        step("eval", "five benchmarks", 0.8 + each * answers, ("predictions.jsonl",), answers),
+        step("eval", "five mini-benchmarks", 0.8 + each * answers, ("predictions.jsonl",), answers),
         step(
             "counterfactual",
             "edited pairs",

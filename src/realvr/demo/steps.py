@@ -67,7 +67,7 @@ def benches() -> list[str]:
     from realvr.world.commands import layout_path
 
     names = ("mmvp", "blink", "hrbench-4k", "hrbench-8k", "mme-realworld")
-    return [f"{name}={layout_path(name, plan.WORLD / name)}" for name in names]
+    return [f"mini-{name}={layout_path(name, plan.WORLD / name)}" for name in names]
 
 
 # ---------------------------------------------------------------------- training
@@ -152,7 +152,7 @@ def _train(kind: str, fields: dict[str, Any]) -> None:
 
 
 def evaluate(step: Step, settings: DemoSettings) -> None:
-    """Five benchmarks with the latent-ablation columns."""
+    """Five mini-benchmarks, with own latents and with what may stand in for them."""
     arm = _arm(step)
     _evaluate(arm, f"{arm.folder}/eval", latents=None if arm.latents else "0")
 

@@ -15,13 +15,14 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from realvr.benchmarks.comparison import compare
+from realvr.benchmarks.effects import EFFECTS, beyond_noise
 from realvr.benchmarks.records import PREDICTIONS, read_predictions
 from realvr.demo import plan
 from realvr.demo.plan import ARMS, Arm, DemoSettings, Step
 from realvr.files import read_json
 
 Json = dict[str, Any]
-VERSION = 1
+VERSION = 2
 _ENDS = 5  # steps averaged at the beginning and at the end of a training
 
 
@@ -62,15 +63,13 @@ def _arm(folder: Path, arm: Arm) -> Json:
     found: Json = {
         "model": arm.model,
         "latents": arm.latents,
-        "five_task_mean": {"mean": five["own"]["mean"], "ci": five["own"]["ci"]},
+        "five_task_mean": {name: five["own"][name] for name in ("mean", "ci", "coverage", "tasks")},
         "benches": {
             name: {"headline": bench["headline"], "ci": bench["ci"], "n": bench["n"], "coverage": bench["coverage"]}
             for name, bench in scores["benches"].items()
         },
     }
-    for key, condition in (("without_latents", "none"), ("mean_latents", "mean"), ("other_latents", "other")):
-        cell = five.get(condition)
-        found[key] = {"difference": cell["difference"], "ci": cell["difference_ci"]} if cell else None
+    found |= {name: scores["effects"].get(name) for name in EFFECTS}
     for rate in ("strict_correct_flip", "false_flip"):
         found[rate] = {name: _rate(one["macro"][rate]) for name, one in pairs["protocols"].items()}
     found |= _exchange(home) | _grounding(home)
@@ -142,7 +141,11 @@ def _differences(folder: Path) -> Json:
             first_latents=latents[first],
             second_latents=latents[second],
         )["five_task_mean"]
-        found[f"{second} - {first}"] = {"difference": both["difference"], "ci": both["difference_ci"]}
+        found[f"{second} - {first}"] = {
+            "gain": both["gain"],
+            "difference": both["difference"],
+            "ci": both["difference_ci"],
+        }
     return found
 
 
@@ -166,17 +169,20 @@ def notes(settings: DemoSettings, arms: Json, differences: Json) -> list[str]:
     inside = [f"{name} {_signed(one)}" for name, one in differences.items() if _spans_zero(one["ci"])]
     outside = [f"{name} {_signed(one)}" for name, one in differences.items() if not _spans_zero(one["ci"])]
     if inside:
-        found.append(f"Five-task mean, within noise (the 95 % interval holds 0): {'; '.join(inside)}.")
+        found.append(f"Mini five-task mean, within noise (the 95 % interval holds 0): {'; '.join(inside)}.")
     if outside:
-        found.append(f"Five-task mean, beyond the noise of these questions: {'; '.join(outside)}.")
+        found.append(f"Mini five-task mean, beyond the noise of these questions: {'; '.join(outside)}.")
     apart = [f"{name} {100 * arm['strict_correct_flip']['separate']['rate']:.1f}" for name, arm in arms.items()]
     found.append(f"Strict flip, both pictures asked in conversations of their own: {', '.join(apart)} %.")
     unused = [name for name, arm in arms.items() if arm["latents"] and not _used(arm)]
     if unused:
         found.append(
-            f"{', '.join(unused)}: neither the latents of another question nor those of the edited picture change "
-            "answers beyond noise, so the accuracy is no evidence that latents are read."
+            f"{', '.join(unused)}: neither the latents of another question, nor noise, nor the latents of the edited "
+            "picture change readable answers beyond chance, so the accuracy is no evidence that latents are read."
         )
+    broken = [text for name, arm in arms.items() for text in _broken(name, arm)]
+    if broken:
+        found.append(f"Replies lose their format: {'; '.join(broken)}. That part of an effect is no evidence of use.")
     found.append(
         "Intervals are over questions or pairs, not over trainings: another seed of training may differ by more."
     )
@@ -184,9 +190,18 @@ def notes(settings: DemoSettings, arms: Json, differences: Json) -> list[str]:
 
 
 def _used(arm: Json) -> bool:
-    """Whether exchanging latents does anything beyond noise."""
-    cells = [cell["ci"] for cell in (arm["other_latents"], arm["donor_lift"]) if cell]
-    return any(not _spans_zero(ci) for ci in cells)
+    """Whether foreign latents change what is answered beyond chance, lost formats aside."""
+    if any(beyond_noise(arm[name]) for name in EFFECTS if name != "help"):
+        return True
+    return arm["donor_lift"] is not None and not _spans_zero(arm["donor_lift"]["ci"])
+
+
+def _broken(name: str, arm: Json) -> list[str]:
+    """Conditions under which clearly fewer replies can be read than with own latents."""
+    own = arm["five_task_mean"]["coverage"]
+    titles = {"help": "without a span", "dependence_other": "with another's latents", "dependence_noise": "with noise"}
+    cells = {titles[effect]: arm[effect]["read"] for effect in EFFECTS if arm[effect]}
+    return [f"{name} {title} ({read:.0f} % read, {own:.0f} % own)" for title, read in cells.items() if read < own - 5]
 
 
 def _spans_zero(ci: Sequence[float | None]) -> bool:
@@ -196,7 +211,7 @@ def _spans_zero(ci: Sequence[float | None]) -> bool:
 
 def _signed(one: Json) -> str:
     low, high = one["ci"]
-    return f"{one['difference']:+.1f} [{low:+.1f}, {high:+.1f}]"
+    return f"{one['gain']:+.1f} [{low:+.1f}, {high:+.1f}]"
 
 
 def headline(folder: Path, step: Step) -> str:
@@ -208,7 +223,7 @@ def headline(folder: Path, step: Step) -> str:
         return f"{name} {ends['first']:.2f} → {ends['last']:.2f} in {found['steps']} steps" if ends else ""
     if step.kind == "eval" and step.arm is not None:
         five = read_json(folder / step.arm.folder / "eval" / "summary.json")["five_task_mean"]["own"]
-        return f"mean {five['mean']:.1f} %"
+        return f"mini five-task mean {five['mean']:.1f} %"
     return ""
 
 
@@ -228,12 +243,13 @@ def table(summary: Json, width: int = 132) -> Table:
 
 
 _WIDE = 128
-_COLUMNS = ("five tasks %", "no latents", "another's", "strict flip %", "donor lift", "g", "cos p⁺")
+_COLUMNS = ("score %", "help", "dependence\nanother's", "dependence\nnoise", "strict flip %", "donor lift", "g")
 _LEGEND = (
-    "five tasks: mean accuracy. no latents, another's: its change in points without the span and with the latents of "
-    "another question. strict flip: both answers right where an edit changes the answer (two turns, first span kept). "
-    "donor lift: points by which all latents of the edited picture bring its answer. g, cos p⁺: latents against the "
-    "evidence of held-out questions."
+    "score: mean accuracy over the five mini-benchmarks; below its interval, the readable replies. help: points "
+    "that own latents bring over no span. dependence: points lost with the latents of another question, and with noise "
+    "of the same norms; below, the replies that can still be read (one that cannot counts as wrong). strict flip: both "
+    "answers right where an edit changes the answer (two turns, first span kept). donor lift: points by which all "
+    "latents of the edited picture bring its answer. g: latents against the evidence of held-out questions."
 )
 
 
@@ -244,18 +260,17 @@ def _cells(arm: Json) -> list[str]:
         {"mean": 100 * flip["rate"], "ci": [100 * end for end in flip["ci"]]} if flip["rate"] is not None else None
     )
     return [
-        _cell(arm["five_task_mean"], "mean", "{:.1f}"),
-        _cell(arm["without_latents"], "difference", "{:+.1f}"),
-        _cell(arm["other_latents"], "difference", "{:+.1f}"),
+        _cell(arm["five_task_mean"], "mean", "{:.1f}", arm["five_task_mean"]["coverage"]),
+        *(_cell(arm[name], "points", "{:+.1f}", (arm[name] or {}).get("read")) for name in EFFECTS),
         _cell(percent, "mean", "{:.1f}"),
         _cell(arm["donor_lift"], "mean", "{:+.1f}"),
         _cell(arm["evidence_margin"], "mean", "{:+.2f}"),
-        _cell(arm["cos_positive"], "mean", "{:.2f}"),
     ]
 
 
-def _cell(found: Json | None, key: str, form: str) -> str:
+def _cell(found: Json | None, key: str, form: str, read: float | None = None) -> str:
     if found is None or found[key] is None:
         return "–"
     low, high = found["ci"]
-    return f"{form.format(found[key])}\n[{form.format(low)}, {form.format(high)}]"
+    below = "" if read is None else f"\n{read:.0f} % read"
+    return f"{form.format(found[key])}\n[{form.format(low)}, {form.format(high)}]{below}"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from realvr.benchmarks.comparison import compare
+from realvr.benchmarks.effects import TITLES, effects
 from realvr.benchmarks.extract import POLICIES
 from realvr.benchmarks.score_command import predictions_of
-from realvr.benchmarks.scoring import ABLATIONS
 from realvr.benchmarks.summary_files import other_policies, summary_path
 from realvr.report.charts import Bar, forest
 from realvr.report.parts import (
@@ -27,7 +26,17 @@ from realvr.report.parts import (
     share,
 )
 from realvr.report.results import Arm, Result, Results
-from realvr.report.scores import EFFECTS, EVAL, bench_names, difference_cell, five_mean, last_tenth, score_cell, title
+from realvr.report.scores import (
+    EVAL,
+    bench_names,
+    difference_cell,
+    effect_cell,
+    last_tenth,
+    mean_title,
+    means,
+    score_cell,
+    title,
+)
 
 FLIP = "two-turn/keep"
 
@@ -88,58 +97,73 @@ def _what_this_is(results: Results) -> list[str]:
 
 
 def headline_table(arms: Sequence[Arm], caption: str) -> Table:
-    """Arms by benchmarks, and the five-task mean where all five were run."""
+    """Arms by benchmarks, and their mean: of the five where all were run, else of whatever tasks there are."""
     names = bench_names(arms)
+    heading = _mean_heading(arms)
     rows: list[list[Cell | str]] = []
     for arm in arms:
         result = arm.results["eval"]
         with result.reading():
             summary = result.content
             cells = [score_cell(summary["benches"].get(name)) for name in names]
-            rows.append([arm.name, *cells, score_cell(five_mean(summary))])
-    note = "Mean: unweighted over the five tasks, where all five were run with the checkpoint's own number of latents."
-    return Table(caption, ["arm", *map(title, names), "five-task mean"], rows, note)
+            rows.append([arm.name, *cells, *([score_cell(means(summary).get("own"))] if heading else [])])
+    note = "Mean: unweighted over the tasks that were run with the checkpoint's own number of latents."
+    return Table(caption, ["arm", *map(title, names), *heading], rows, note)
+
+
+def _mean_heading(arms: Sequence[Arm]) -> list[str]:
+    """Heading of the column of means; none where every arm has one task."""
+    found = []
+    for arm in arms:
+        summary = arm.results["eval"].content
+        tasks = means(summary).get("own", {}).get("tasks", [])
+        if len(tasks) > 1:
+            found.append(mean_title(tasks, "five_task_mean" in summary))
+    return [found[0] if len(set(found)) == 1 else "mean over tasks"] if found else []
 
 
 def _headline_figure(arms: Sequence[Arm]) -> list[Figures]:
     bars, spoken = [], []
     for arm in arms:
         with arm.results["eval"].reading():
-            found = five_mean(arm.results["eval"].content)
+            found = means(arm.results["eval"].content).get("own")
             if found:
                 low, high = found.get("ci") or (None, None)
                 bars.append(Bar(arm.name, found["mean"], low, high, arm.number))
                 spoken.append(f"{arm.name} {number(found['mean'])} {interval(found.get('ci'))}".strip())
     if not bars:
         return []
-    alt = f"Five-task mean in percent with 95 % intervals: {'; '.join(spoken)}."
-    return [Figures("Five-task mean", [("Five-task mean, %", forest(bars, alt, "%", zero=False))])]
+    name = next(iter(_mean_heading(arms)), "score")
+    alt = f"{name.capitalize()} in percent with 95 % intervals: {'; '.join(spoken)}."
+    return [Figures(name.capitalize(), [(f"{name.capitalize()}, %", forest(bars, alt, "%", zero=False))])]
 
 
 def _effects(arms: Sequence[Arm], caption: str) -> Table | None:
     """What the span does, in one line per arm."""
     rows: list[list[Cell | str]] = []
     for arm in arms:
-        cells = [*_ablation_cells(arm.get("eval")), *_flip_cells(arm.get("counterfactual"))]
+        cells = [*_effect_cells(arm.get("eval")), *_flip_cells(arm.get("counterfactual"))]
         cells += [_lift_cell(arm.get("exchange")), *_evidence_cells(arm.get("grounding"), arm.get("train"))]
         if any(cell.text != DASH for cell in cells):
             rows.append([arm.name, *cells])
-    header = ["arm", *(f"mean {EFFECTS[name]} (Δ points)" for name in ABLATIONS)]
+    header = ["arm", *(f"{name} (points)" for name in TITLES.values())]
     header += ["strict flip, %", "false flip, %", "donor-answer lift (points)", "evidence margin g", "cos to p⁺"]
     note = (
-        "Δ: change of the five-task mean when the model's own latents are replaced. Strict flip: both views of an "
-        "edited pair answered correctly (two turns, mean over edits). Donor-answer lift: the whole span taken from "
+        "Help and dependence: of the mean over the tasks, with the share of readable replies under the condition; a "
+        "reply that cannot be read counts as wrong and is no evidence of use. Strict flip: both views of an edited "
+        " pair answered correctly (two turns, mean over edits). Donor-answer lift: the whole span taken from "
         "the other view. Margin and cosine: over held-out questions where they were measured, else the mean of the "
         "last tenth of training, without an interval."
     )
     return Table(caption, header, rows, note) if rows else None
 
 
-def _ablation_cells(result: Result | None) -> list[Cell]:
+def _effect_cells(result: Result | None) -> list[Cell]:
     if result is None:
-        return [Cell(DASH)] * len(ABLATIONS)
+        return [Cell(DASH)] * len(TITLES)
     with result.reading():
-        return [difference_cell(five_mean(result.content, name)) for name in ABLATIONS]
+        found = effects(means(result.content))
+        return [effect_cell(found.get(name), read=True) for name in TITLES]
 
 
 def _flip_cells(result: Result | None) -> list[Cell]:
@@ -191,13 +215,20 @@ def _against(arms: Sequence[Arm], baseline: Arm) -> Table | None:
             policy=_policy(first, second),
         )
         cells = [difference_cell(found["benches"].get(name), p=True) for name in names]
-        rows.append([arm.name, *cells, difference_cell(found.get("five_task_mean"))])
+        five = found.get("five_task_mean")
+        rows.append([arm.name, *cells, *([difference_cell(five)] if _five(arms) else [])])
     note = (
-        f"Each arm minus {baseline.name}, over the questions that both answered; p: McNemar's exact test, not "
-        "corrected for the number of comparisons."
+        f"Each arm minus {baseline.name}, over the questions that both answered: differences of the displayed "
+        "one-decimal scores, as the paper quotes gains; intervals and p are of the unrounded paired difference. p: "
+        "McNemar's exact test, not corrected for the number of comparisons."
     )
     caption = f"Difference from {baseline.name}, percentage points"
-    return Table(caption, ["arm", *map(title, names), "five-task mean"], rows, note) if rows else None
+    heading = _mean_heading(arms) if _five(arms) else []
+    return Table(caption, ["arm", *map(title, names), *heading], rows, note) if rows else None
+
+
+def _five(arms: Sequence[Arm]) -> bool:
+    return any("five_task_mean" in arm.results["eval"].content for arm in arms)
 
 
 def _policy(*results: Result) -> str | None:
@@ -211,7 +242,7 @@ def _with_predictions(arm: Arm) -> Result | None:
     return result if result and any(result.folder.glob("predictions*.jsonl")) else None
 
 
-def further(results: Results, published: Sequence[Any]) -> Section:
+def further(results: Results) -> Section:
     """Arms outside the headline comparison."""
     section = Section("further", "Ablations and further arms")
     arms = [arm for arm in results.arms if not arm.main]
@@ -226,5 +257,4 @@ def further(results: Results, published: Sequence[Any]) -> Section:
         section.parts.append(Text(f"Found without an evaluation: {names}. See the training curves."))
     if not arms:
         section.parts += missing("realvr train rl CONFIG --method no-negatives; realvr eval RUN/final … --out DIR")
-    section.parts += published
     return section

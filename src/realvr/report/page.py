@@ -47,12 +47,13 @@ def make_sections(results: Results, baseline: str | None = None) -> list[Section
     return [
         overview(results, choose_baseline(results, baseline)),
         training(results),
-        benchmarks(results, paper.result_tables()),
+        benchmarks(results, paper.beside),
         ablation(results),
-        sweep(results, paper.sweep_table()),
-        counterfactual(results, paper.counterfactual_tables()),
-        exchange(results, paper.exchange_tables()),
-        further(results, paper.ablation_tables()),
+        sweep(results),
+        counterfactual(results),
+        exchange(results),
+        further(results),
+        paper.section(),
         provenance(results),
     ]
 

@@ -40,7 +40,7 @@ _NO_SPAN = "two-turn/none"
 # ---------------------------------------------------------------------- counterfactual
 
 
-def counterfactual(results: Results, published: Sequence[Any]) -> Section:
+def counterfactual(results: Results) -> Section:
     section = Section("counterfactual", "Counterfactual pairs")
     arms = results.having("counterfactual")
     panels = []
@@ -59,7 +59,6 @@ def counterfactual(results: Results, published: Sequence[Any]) -> Section:
     else:
         section.parts += missing(COUNTERFACTUAL)
     section.parts += _distances(arms)
-    section.parts += published
     return section
 
 
@@ -132,11 +131,11 @@ def _distances(arms: Sequence[Arm]) -> list[Any]:
 # ---------------------------------------------------------------------- exchange
 
 
-def exchange(results: Results, published: Sequence[Any]) -> Section:
+def exchange(results: Results) -> Section:
     section = Section("exchange", "Latent exchange")
     arms = results.having("exchange")
     if not arms:
-        section.parts += [*missing(EXCHANGE), *published]
+        section.parts += missing(EXCHANGE)
         return section
     section.parts.append(
         Text(
@@ -146,7 +145,6 @@ def exchange(results: Results, published: Sequence[Any]) -> Section:
     )
     section.parts += [_figures(arms), _table(arms), *_between(arms)]
     section.parts += [Text(_sham(arm)) for arm in arms]
-    section.parts += published
     return section
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from realvr.benchmarks.published import Row, published
+from realvr.benchmarks.published import COLUMNS, Row, published
 from realvr.benchmarks.tables import NAMES
-from realvr.report.parts import DASH, Cell, Fold, Table, number, with_std
+from realvr.report.parts import DASH, Cell, Fold, Section, Table, Text, number, with_std
 
 MARK = "published, not measured here"
 _FIVE = ("mmvp", "blink", "hrbench-4k", "hrbench-8k", "mme-realworld", "average")
@@ -24,6 +24,33 @@ def _cells(row: Row, names: Sequence[str], digits: int = 1) -> list[Cell]:
     return made
 
 
+def section() -> Section:
+    """All tables of the paper, apart from the results."""
+    made = Section("paper", "The paper's numbers")
+    made.parts.append(
+        Text(
+            "For reference; nothing here was measured. The paper's scores are over the published benchmarks, with its "
+            "own models. They stand beside a score of this page only where the same published set was asked; numbers "
+            "over drawn pictures, other questions or parts of a set cannot be compared with them."
+        )
+    )
+    made.parts += [*result_tables(), *sweep_table(), *ablation_tables(), *counterfactual_tables(), *exchange_tables()]
+    return made
+
+
+def beside(benches: Sequence[str]) -> list[Table]:
+    """The paper's results on the published sets that were asked; its mean only beside all five."""
+    columns = [COLUMNS[name] for name in benches if name in COLUMNS]
+    columns += ["average"] if set(columns) == set(COLUMNS.values()) else []
+    header = ["method", "backbone", *(NAMES.get(column, "average") for column in columns)]
+    rows: list[list[Cell | str]] = [
+        [row.method, row.backbone, *_cells(row, columns)]
+        for table in ("main-backbone-results", "cross-backbone-results")
+        for row in published(table)
+    ]
+    return [Table(f"The same sets in the paper, % ({MARK})", header, rows, _SOURCE, published=True)] if columns else []
+
+
 def _benches(caption: str, rows: Sequence[Row], name: str = "method") -> Table:
     header = [name, *(NAMES.get(column, "average") for column in _FIVE)]
     made: list[list[Cell | str]] = [[row.method if name == "method" else row.row, *_cells(row, _FIVE)] for row in rows]
@@ -37,7 +64,6 @@ def result_tables() -> list[Fold]:
             f"The paper's results on Qwen2.5-VL-7B ({MARK})",
             [_benches("Qwen2.5-VL-7B, %", published("main-backbone-results"))],
             published=True,
-            open=True,
         )
     ]
     rows = published("cross-backbone-results")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from realvr.benchmarks import tables
-from realvr.benchmarks.catalog import CATALOG
-from realvr.benchmarks.rules import FIVE
+from realvr.benchmarks.effects import TITLES, effects
+from realvr.benchmarks.rules import five_title, in_order
 from realvr.benchmarks.scoring import ABLATIONS
+from realvr.benchmarks.tables import title
 from realvr.report.charts import Bar, Line, Point, forest, lines
 from realvr.report.parts import (
     DASH,
@@ -29,18 +30,11 @@ from realvr.report.results import Arm, Json, Result, Results
 
 EVAL = "realvr eval MODEL --bench mmvp=PATH --bench blink=PATH … --out DIR"
 SWEEP = "realvr eval MODEL --bench mmvp=PATH … --latents 0,2,4,8,12,16,20 --out DIR"
-EFFECTS = {"none": "without a span", "mean": "with mean latents", "other": "with another's latents"}
 
 
 def bench_names(arms: Sequence[Arm]) -> list[str]:
     """Benchmarks of these arms, the five first."""
-    order = [name for names in FIVE for name in names]
-    found = {name for arm in arms if (result := arm.get("eval")) for name in result.content["benches"]}
-    return sorted(found, key=lambda name: (order.index(name) if name in order else len(order), name))
-
-
-def title(bench: str) -> str:
-    return tables.NAMES.get(bench, bench)
+    return in_order({name for arm in arms if (result := arm.get("eval")) for name in result.content["benches"]})
 
 
 def score_cell(entry: Json | None) -> Cell:
@@ -55,8 +49,21 @@ def score_cell(entry: Json | None) -> Cell:
     return Cell(number(value), interval(entry["ci"]), few, value)
 
 
+def effect_cell(effect: Json | None, read: bool = False) -> Cell:
+    """Help or dependence in points with its interval and, with ``read``, the share of readable replies."""
+    if effect is None:
+        return Cell(DASH)
+    std = effect.get("std")
+    below = interval(effect["ci"], sign=True) if "ci" in effect else "" if std is None else f"± {number(std)}"
+    if read and effect["read"] is not None:
+        below += f" {number(effect['read'])} % read"
+    few = "ci" in effect and "n" in effect and effect["n"] < FEW_QUESTIONS
+    return Cell(number(effect["points"], sign=True), below.strip(), few, effect["points"])
+
+
 def difference_cell(entry: Json | None, p: bool = False) -> Cell:
-    """A difference in points with its interval (over checkpoints: standard deviation)."""
+    """A difference in points with its interval (over checkpoints: standard deviation). Between two models it is the
+    gain by the paper's rule, of the displayed scores."""
     found = (entry or {}).get("difference")
     if entry is None or found is None:
         return Cell(DASH)
@@ -67,11 +74,19 @@ def difference_cell(entry: Json | None, p: bool = False) -> Cell:
     if p and entry.get("p") is not None:
         below += f" p = {entry['p']:.2g}"
     few = "common" in entry and entry["common"] < FEW_QUESTIONS
-    return Cell(number(found, sign=True), below, few, found)
+    return Cell(number(entry.get("gain", found), sign=True), below, few, found)
 
 
-def five_mean(summary: Json, condition: str = "own") -> Json | None:
-    return summary.get("five_task_mean", {}).get(condition)
+def means(summary: Json) -> Json:
+    """Conditions of the five-task mean, or of the mean over whatever tasks there are; empty for neither."""
+    return summary.get("five_task_mean") or summary.get("task_mean") or {}
+
+
+def mean_title(tasks: Sequence[str], five: bool) -> str:
+    """What the mean over these tasks is called."""
+    return (
+        five_title(tasks) if five else f"mean of {len(tasks)} tasks" if len(tasks) > 1 else f"{title(tasks[0])} alone"
+    )
 
 
 def last_tenth(result: Result | None, metric: str) -> Cell:
@@ -90,8 +105,9 @@ def last_tenth(result: Result | None, metric: str) -> Cell:
 # ---------------------------------------------------------------------- benchmarks
 
 
-def benchmarks(results: Results, published: Sequence[Any]) -> Section:
-    """Every score with what is needed to judge it."""
+def benchmarks(results: Results, published: Callable[[Sequence[str]], list[Any]]) -> Section:
+    """Every score with what is needed to judge it. ``published`` makes the paper's columns for the benchmarks of which
+    the published set was asked."""
     section = Section("benchmarks", "Benchmarks")
     arms = results.having("eval")
     rows: list[list[Cell | str]] = []
@@ -103,22 +119,28 @@ def benchmarks(results: Results, published: Sequence[Any]) -> Section:
             if fold := _details(arm, result.content):
                 folds.append(fold)
     if rows:
-        header = ["arm", "benchmark", "score, %", "metric", "answers read by", "K", "questions", "whole set"]
+        header = ["arm", "benchmark", "score, %", "metric", "answers read by", "K", "questions", "published set"]
         header += ["read, %", "unread", "errors"]
         note = (
-            "Whole set: questions in the published set; a score over other questions or fewer cannot be compared with "
-            "a published one. Unread answers and errors count as wrong."
+            "Published set: whether the questions are those of the published benchmark, and if not, why; only then can "
+            "a score be compared with a published one. Unread answers and errors count as wrong."
         )
         section.parts += [Table("Measured", header, rows, note), *folds]
     else:
         section.parts += missing(EVAL)
-    section.parts += published
+    whole = {name for arm in arms for name, entry in arm.results["eval"].content["benches"].items() if _whole(entry)}
+    section.parts += published(in_order(whole)) if whole else []
     return section
+
+
+def _whole(entry: Json) -> bool:
+    return entry.get("not_published_set", "not recorded") == ""
 
 
 def _score_row(arm: Arm, name: str, entry: Json) -> list[Cell | str]:
     row: list[Cell | str] = [arm.name, title(name), score_cell(entry), entry["metric"], entry["policy"]]
-    whole = f"{CATALOG[name].rows:,}" if name in CATALOG else DASH
+    why = entry.get("not_published_set", "not recorded")
+    whole = f"no: {why}" if why else "yes"
     if "values" in entry:
         return [*row, "", f"{entry['n']} runs", whole, "", "", ""]
     asked = f"{entry['n']:,}" + (f" ({entry['status']})" if entry["complete"] is False else "")
@@ -137,59 +159,103 @@ def _details(arm: Arm, summary: Json) -> Fold | None:
 
 
 def ablation(results: Results) -> Section:
-    """What is left when the model's own latents are replaced."""
-    section = Section("ablation", "Without the model's own latents")
+    """What the model's own latents do for its answers: help and dependence, and the scores behind them."""
+    section = Section("ablation", "Help and dependence")
     rows: list[list[Cell | str]] = []
+    scores: list[list[Cell | str]] = []
     bars: dict[str, list[Bar]] = {}
     for arm in results.having("eval"):
         result = arm.results["eval"]
         with result.reading():
-            rows += _ablation_rows(arm, result.content, bars)
+            for name, entry, conditions in _entries(result.content):
+                rows += _effect_rows(arm, name, entry, conditions)
+                scores += _condition_rows(arm, name, entry, conditions)
+            _bars(arm, result.content, bars)
     if not rows:
         section.parts += missing(EVAL)
         return section
-    header = ["arm", "benchmark", "own latents, %"]
-    header += [text for name in ABLATIONS for text in (f"{tables.CONDITIONS[name]}, %", "Δ points")]
-    note = (
-        "Same prompt, same decoding; only the latent span differs. An arm that uses its latents loses where they are "
-        "replaced: a high score alone is no evidence that they are read."
-    )
-    if bars:
-        section.parts.append(_ablation_figures(bars, results))
-    section.parts.append(Table("Span ablation", header, rows, note))
+    section.parts += [
+        Text(
+            "Help is the score with own latents minus that without a span. Dependence is own latents minus those of "
+            "another question, and minus noise of the same norms. A model may gain from a span whose contents it "
+            "ignores, or follow its latents and gain nothing. A reply that cannot be read counts as wrong: where a "
+            "condition has fewer readable replies than the own latents, part of its effect is lost format, not use."
+        ),
+        *([_effect_figures(bars)] if bars else []),
+        Table("Help and dependence, percentage points", _EFFECT_HEADER, rows, _EFFECT_NOTE),
+        Fold("Scores under every condition", [Table("Span ablation", _condition_header(), scores, _CONDITION_NOTE)]),
+    ]
     return section
 
 
-def _ablation_rows(arm: Arm, summary: Json, bars: dict[str, list[Bar]]) -> list[list[Cell | str]]:
-    rows: list[list[Cell | str]] = []
+_EFFECT_HEADER = [
+    "arm",
+    "benchmark",
+    "own latents, %",
+    "read, %",
+    *(text for name in TITLES.values() for text in (name, "read, %", "where both can be read")),
+]
+_EFFECT_NOTE = (
+    "Same prompt, same decoding; only the span differs. Read: readable replies under the condition. Where both can be "
+    "read: the same difference over the questions answered readably with own latents and under the condition."
+)
+_CONDITION_NOTE = "Δ points: the condition minus own latents, over the same questions; p: McNemar's exact test."
+
+
+def _condition_header() -> list[str]:
+    columns = [text for name in ABLATIONS for text in (f"{tables.CONDITIONS[name]}, %", "Δ points")]
+    return ["arm", "benchmark", "own latents, %", *columns]
+
+
+def _entries(summary: Json) -> list[tuple[str, Json, Json]]:
+    """(name, scores with own latents, conditions) of every benchmark and of their mean."""
     found = [(title(name), entry, entry["ablation"]) for name, entry in summary["benches"].items()]
-    if own := five_mean(summary):
-        found.append(("five-task mean", own, summary["five_task_mean"]))
-    for name, entry, conditions in found:
-        if not any(condition in conditions for condition in ABLATIONS):
-            continue
-        row: list[Cell | str] = [arm.name, name, score_cell(entry)]
-        for condition in ABLATIONS:
-            cell = conditions.get(condition)
-            row += [score_cell(cell), difference_cell(cell, p=True)]
-            if cell and isinstance(cell.get("difference"), float) and name == "five-task mean":
-                bars.setdefault(condition, []).append(
-                    Bar(arm.name, cell["difference"], cell["difference_ci"][0], cell["difference_ci"][1], arm.number)
-                )
-        rows.append(row)
-    return rows
+    own = means(summary).get("own")
+    if own and len(own.get("tasks", ())) > 1:
+        found.append((mean_title(own["tasks"], "five_task_mean" in summary), own, means(summary)))
+    return [one for one in found if any(condition in one[2] for condition in ABLATIONS)]
 
 
-def _ablation_figures(bars: dict[str, list[Bar]], results: Results) -> Figures:
+def _effect_rows(arm: Arm, name: str, entry: Json, conditions: Json) -> list[list[Cell | str]]:
+    found = effects(conditions)
+    row: list[Cell | str] = [arm.name, name, score_cell(entry), _percent(entry.get("coverage"))]
+    for effect in TITLES:
+        one = found.get(effect)
+        both = (one or {}).get("readable") or {}
+        cells = [effect_cell(one), _percent((one or {}).get("read"))]
+        row += [*cells, effect_cell({**both, "read": None}) if both.get("ci") else Cell(DASH)]
+    return [row] if found else []
+
+
+def _percent(value: float | None) -> Cell:
+    return Cell(number(value), value=value)
+
+
+def _condition_rows(arm: Arm, name: str, entry: Json, conditions: Json) -> list[list[Cell | str]]:
+    row: list[Cell | str] = [arm.name, name, score_cell(entry)]
+    for condition in ABLATIONS:
+        cell = conditions.get(condition)
+        row += [score_cell(cell), difference_cell(cell, p=True)]
+    return [row]
+
+
+def _bars(arm: Arm, summary: Json, bars: dict[str, list[Bar]]) -> None:
+    for name, effect in effects(means(summary)).items():
+        if "ci" in effect:
+            low, high = effect["ci"]
+            bars.setdefault(name, []).append(Bar(arm.name, effect["points"], low, high, arm.number))
+
+
+def _effect_figures(bars: dict[str, list[Bar]]) -> Figures:
     figures = []
-    for condition, found in bars.items():
+    for name, found in bars.items():
         spoken = "; ".join(f"{bar.name} {number(bar.value, sign=True)}" for bar in found)
-        alt = f"Change of the five-task mean {EFFECTS[condition]}, in points, with 95 % intervals: {spoken}."
-        figures.append((f"Δ five-task mean {EFFECTS[condition]}", forest(found, alt, "percentage points")))
-    return Figures("Change of the five-task mean", figures)
+        alt = f"{TITLES[name]}, mean over tasks, in points, with 95 % intervals: {spoken}."
+        figures.append((TITLES[name], forest(found, alt, "percentage points")))
+    return Figures("Help and dependence, mean over tasks", figures)
 
 
-def sweep(results: Results, published: Sequence[Any]) -> Section:
+def sweep(results: Results) -> Section:
     """Scores over the number of latents K."""
     section = Section("sweep", "Latent budget")
     panels = []
@@ -207,7 +273,6 @@ def sweep(results: Results, published: Sequence[Any]) -> Section:
         section.parts += [Switch("Arm", panels)] if len(panels) > 1 else panels[0][2]
     else:
         section.parts += missing(SWEEP)
-    section.parts += published
     return section
 
 

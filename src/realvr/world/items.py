@@ -11,6 +11,7 @@ from PIL import Image
 
 from realvr.data.sample import Box, ImageRef, Message, Sample
 from realvr.world.draw import Pixels, render
+from realvr.world.mark import save_options
 from realvr.world.questions import LETTERS, Question
 from realvr.world.scene import PixelBox, Scene
 
@@ -45,9 +46,9 @@ class View:
         buffer = io.BytesIO()
         picture = Image.fromarray(self.pixels())
         if self.name.endswith(".jpg"):
-            picture.save(buffer, "JPEG", quality=JPEG_QUALITY)
+            picture.save(buffer, "JPEG", quality=JPEG_QUALITY, **save_options("JPEG"))
         else:
-            picture.save(buffer, "PNG", compress_level=3)
+            picture.save(buffer, "PNG", compress_level=3, **save_options("PNG"))
         return buffer.getvalue()
 
 
