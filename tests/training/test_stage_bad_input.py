@@ -69,7 +69,7 @@ def test_answers_that_do_not_parse(untrained: Path, data: Path, tmp_path: Path) 
 def test_rows_without_boxes(trained: Path, tmp_path: Path) -> None:
     bare = [dataclasses.replace(sample, boxes=[]) for sample in world(4)]
     data = write(bare, tmp_path)
-    (record,) = run("sft", configure("sft", trained, data, tmp_path / "sft"))
+    (record,) = run("sft", configure("sft", trained, data, tmp_path / "sft", allow_no_evidence=True))
     assert record["data/with_targets"] == 0 and record["loss/reconstruction"] is None
     assert record["loss"] == pytest.approx(record["loss/next_token"]) and record["grad_norm"] > 0
     task, _, _ = make("rl", configure("rl", trained, data, tmp_path / "rl"))

@@ -42,6 +42,7 @@ MAY_CHANGE = (
     "optim.steps",
     "optim.microbatch",
     "data.max_dropped",
+    "allow_no_evidence",
     "checkpoint.",
     "log.",
     "run.out",
@@ -51,6 +52,9 @@ MAY_CHANGE = (
 )
 """Settings that a resumed run may change: how long it runs, what it records, and how a step is computed where every way
 gives the same numbers."""
+
+FROM_MODEL = ("model.min_tokens", "model.max_tokens", "model.tiles", "model.max_tiles")
+"""Settings that are None where they are the model's own, which is filled in once it is loaded."""
 
 _COMPLETE = re.compile(r"step-(\d+)")
 
@@ -213,6 +217,7 @@ class Checkpoints:
 
     def _refuse_other_run(self, path: Path, run: dict[str, Any], settings: TrainSettings) -> None:
         changed = differences(_with_defaults(run["settings"], settings), settings.model_dump(mode="json"))
+        changed = {key: pair for key, pair in changed.items() if key not in FROM_MODEL or None not in pair}
         fatal = [f"{key} was {old}, is {new}" for key, (old, new) in changed.items() if not key.startswith(MAY_CHANGE)]
         if fatal:
             raise UserError(f"{path} belongs to other settings: {'; '.join(fatal)}. Use them, or another run.out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from realvr.backbone.backbone import Backbone
+from realvr.backbone.loading import trained_latents
 from realvr.data.mixture import Mixture
 from realvr.data.packing import PackedStream
 from realvr.data.sample import Sample
@@ -20,6 +22,8 @@ from realvr.training.sft_step import SftBatch, SftExample, SftStep, pack_rows
 from realvr.training.sources import TrainingData, training_data
 from realvr.training.task import Prepared, Ranks
 
+FEW_BOXES = 0.1
+"""Share of rows with evidence boxes below which a notice is printed."""
 WINDOW = 64  # examples considered together when rows are packed; their pixels are in memory meanwhile
 
 
@@ -131,7 +135,28 @@ class SftTask:
 def build_task(settings: Any, ranks: Ranks) -> SftTask:
     """Load the model that ``settings`` names and make its Stage-1 task."""
     data = training_data(settings, ranks)  # first: files that cannot be used must not cost the loading of a model
+    _check_evidence(settings, data, ranks)
     return SftTask(load_backbone(settings, ranks), settings, ranks, data)
+
+
+def _check_evidence(settings: Any, data: TrainingData, ranks: Ranks) -> None:
+    """Latents learn from rows with evidence boxes alone: refuse data without any, warn where there are few."""
+    chosen = settings.model.latents
+    if chosen == 0 or (chosen is None and trained_latents(settings.model.path) == 0):  # Direct-SFT: no span
+        return
+    sources = [found for found, source in zip(data.census.sources, settings.data.sources, strict=True) if source.weight]
+    boxes, rows = (sum(getattr(found, name) for found in sources) for name in ("with_boxes", "usable"))
+    if not boxes and not settings.allow_no_evidence:
+        raise UserError(
+            f"none of the {rows:,} rows of {', '.join(found.path for found in sources)} has an evidence box, so the "
+            "latents would learn nothing: add boxes (docs/data.md), train the control without latents "
+            "(--model.latents 0), or go on all the same (--allow-no-evidence)"
+        )
+    if boxes < FEW_BOXES * rows and ranks.rank == 0:
+        warnings.warn(
+            f"{boxes:,} of {rows:,} rows ({boxes / rows:.1%}) have evidence boxes: the latents learn from these alone",
+            stacklevel=2,
+        )
 
 
 def load_backbone(settings: Any, ranks: Ranks, announce: bool = True) -> Backbone:
