@@ -20,7 +20,7 @@ from realvr.backbone.tiny import build
 from realvr.errors import UserError
 from realvr.training import loop
 from realvr.training.ahead import ahead, made_at_once
-from stage_runs import configure, environment, make, numbers, run, world, write
+from stage_runs import LATENTS, configure, environment, make, numbers, run, world, write
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_everything_is_encoded_at_the_start_by_the_workers(model: Path, data: Pa
 @pytest.mark.parametrize("kind", ["sft", "rl"])
 def test_other_stages_keep_everything_from_the_start_too(kind: str, model: Path, data: Path, tmp_path: Path) -> None:
     start = tmp_path / "start"
-    Backbone.load(str(model), dtype="float32", latents=2).save(start)
+    Backbone.load(str(model), dtype="float32", latents=LATENTS).save(start)
     raw = configure(kind, start, data, tmp_path / "run", data={"keep_encoded": True, "workers": 2})
     task, _, _ = make(kind, raw)
     here: list[str] = []
@@ -162,7 +162,7 @@ def test_a_run_ends_its_workers(model: Path, data: Path, tmp_path: Path) -> None
 def test_encoding_at_the_start_changes_no_number(kind: str, model: Path, data: Path, tmp_path: Path) -> None:
     optim = {"steps": 3, "batch": 6, "microbatch": 3}
     start = tmp_path / "start"
-    Backbone.load(str(model), dtype="float32", latents=2).save(start)  # Stage 2 wants a model with a span
+    Backbone.load(str(model), dtype="float32", latents=LATENTS).save(start)  # Stage 2 wants a model with a span
     found = [
         run(kind, configure(kind, start, data, tmp_path / str(len(extra)), optim=optim, data=extra))
         for extra in ({}, {"keep_encoded": True, "workers": 2})
