@@ -41,7 +41,7 @@ def questions(count: int, seed: int) -> dict[str, list[Sample]]:
         Recipe("mme-realworld", seed=seed, count=small, size=(128, 128)),
     )
     asked = {"single": list(single), "second turn": list(sequels)}
-    return asked | {f"benchmark {recipe.split}": list(samples(recipe)) for recipe in benches}
+    return asked | {f"mini-{recipe.split}": list(samples(recipe)) for recipe in benches}
 
 
 def rows(responder: ModelResponder, asked: Iterable[Sample], latents: int, batch: int) -> list[tuple[Sample, bool]]:
@@ -63,7 +63,7 @@ def measure(path: str, latents: int, count: int, seed: int, batch: int, device: 
     groups: dict[str, list[bool]] = defaultdict(list)
     for name, asked in questions(count, seed).items():
         for sample, right in rows(responder, asked, latents, batch):
-            if name.startswith("benchmark"):
+            if name.startswith("mini-"):
                 groups[name if "blink" not in name else f"{name} {sample.task}"].append(right)
                 continue
             withheld = "withheld words" if sample.tags.get("withheld") == "yes" else "seen words"

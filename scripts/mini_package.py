@@ -2,7 +2,8 @@
 
     python scripts/mini_package.py runs/mini/sft/final src/realvr/models/mini --latents 8 --about stage-1.md
 
-``--about`` is Markdown on data, recipe, seed and commit; hash and accuracy are added here, the latter measured on the
+``--about`` is Markdown with front matter (``base_model``), on data, recipe, seed and commit; how to use the model, hash
+and accuracy are added here, the latter measured on the
 packaged (rounded) weights with `mini_accuracy`.
 """
 
@@ -20,6 +21,7 @@ from mini_accuracy import measure
 from realvr.backbone import Backbone
 from realvr.backbone.released import as_released
 from realvr.commands.quiet import quiet_transformers
+from realvr.training.card import usage
 
 
 def package(source: Path, target: Path) -> None:
@@ -39,7 +41,7 @@ def card(target: Path, about: str, latents: int, count: int, seed: int) -> None:
     accuracy = measure(str(target), latents, count, seed, 128, "cpu")
     rows = "\n".join(f"| {name} | {row['accuracy']} | {row['n']} |" for name, row in accuracy.items())
     text = (
-        f"{about.strip()}\n\n## Weights\n\nfloat16, `model.safetensors` SHA-256 `{digest}`.\n\n"
+        f"{about.strip()}\n\n{usage(target.name)}\n\n## Weights\n\nfloat16, `model.safetensors` SHA-256 `{digest}`.\n\n"
         f"## Accuracy\n\nPercent of fresh questions of the embedded world answered rightly (greedy, K = {latents}), "
         f"the single ones on layouts no training saw, seed {seed}:\n\n"
         f"| questions | accuracy | n |\n|---|---|---|\n{rows}\n\n"

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 import realvr
 from eval_cases import keys, lines, make_world
+from realvr import models
 from realvr.backbone import Backbone, Turn
 from realvr.benchmarks.ablation import donors, matched_noise
 from realvr.benchmarks.model_responder import ModelResponder
@@ -305,3 +306,16 @@ def test_wrong_input_is_one_line(
         said = [line for line in capsys.readouterr().err.strip().splitlines() if "realvr: note:" not in line]
         assert code == 2 and len(said) == 1 and expected in said[0], f"{name}: {code} {said}"
         assert not (tmp_path / "out" / "predictions.jsonl").exists(), name
+
+
+def test_a_reply_ends_with_its_answer_unless_told_otherwise(world: dict[str, Path], tmp_path: Path) -> None:
+    if not (Path(models.__file__).parent / "mini" / "config.json").is_file():
+        pytest.skip("the packaged checkpoints are not in this checkout")
+    options = ["--bench", f"mini-mmvp={world['mmvp']}", "--no-ablation", "--max-new", "24", "--device", "cpu"]
+    assert main(["eval", "mini", *options, "--out", str(tmp_path / "on")]) == 0
+    assert main(["eval", "mini", *options, "--no-stop-at-answer", "--out", str(tmp_path / "off")]) == 0
+    on, off = lines(tmp_path / "on"), lines(tmp_path / "off")
+    assert {row["finish"] for row in on} == {"stop"} and "stop" not in {row["finish"] for row in off}
+    for one, two in zip(on, off, strict=True):
+        assert one["text"].endswith("</answer>") and two["text"].startswith(one["text"])
+        assert two["new_tokens"] > one["new_tokens"]  # the end token at least

@@ -42,6 +42,7 @@ class Job:
     top_k: int = 0
     seeds: int | None = None
     max_new: int = 192
+    stop_at_answer: bool = True
     batch: int | None = None
     blink_tasks: str | None = None
     mmvp_corrected: bool = False
@@ -89,9 +90,10 @@ class Job:
 
     def sampling(self) -> Sampling:
         """How answers are decoded."""
-        from realvr.latent.sampling import Sampling
+        from realvr.latent.sampling import ANSWER_END, Sampling
 
-        return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, max_new=self.max_new)
+        stop = ANSWER_END if self.stop_at_answer else None
+        return Sampling(self.temperature, self.top_p, self.top_k, self.max_new, stop)
 
     def benches(self) -> dict[str, Path]:
         """Paths by name."""
@@ -147,6 +149,7 @@ def evaluate(
     top_k: int = 0,
     seeds: int | None = None,
     max_new: int = 192,
+    stop_at_answer: bool = True,
     batch: int | None = None,
     processes: int = 1,
     blink_tasks: str | None = None,
@@ -191,6 +194,7 @@ def evaluate(
         top_k: Sample from the k likeliest tokens; 0 switches it off.
         seeds: Sample with this many seeds (0, 1, …); needs a temperature.
         max_new: At most this many new tokens per answer.
+        stop_at_answer: End a reply once it has written </answer>; off, it goes on to the end token or the limit.
         batch: Questions asked at a time; by default 32 on a GPU, 16 on the CPU.
         processes: Processes that share the questions; process r uses GPU r.
         blink_tasks: paper (the paper's five subtasks), all, or names with commas.

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from realvr.errors import UserError
 
+ANSWER_END = "</answer>"
+
 
 @dataclass(frozen=True)
 class Sampling:
     """How text is decoded. Defaults are the paper's rollout: temperature 0.6, no top-p, no top-k, at most 192 new
-    tokens."""
+    tokens. Departure from the paper: a completion ends once its answer block is closed (``stop``)."""
 
     temperature: float = 0.6
     """0 is greedy."""
@@ -27,7 +29,7 @@ class Sampling:
     top_k: int = 0
     """0 switches it off."""
     max_new: int = 192
-    stop: str | None = "</answer>"
+    stop: str | None = ANSWER_END
     """Text that ends a completion once it has been written; None switches it off."""
 
     def __post_init__(self) -> None:

@@ -131,4 +131,6 @@ def _eval_options(record: Json) -> list[str]:
     sampling = (record.get("responder") or {}).get("sampling") or {}
     if sampling.get("temperature"):
         words += ["--temperature", str(sampling["temperature"]), "--seeds", str(len(settings.get("seeds") or [0]))]
+    if "stop" in sampling and sampling["stop"] is None:
+        words.append("--no-stop-at-answer")
     return [*words, "--policy", str(settings.get("policy", "strict"))]

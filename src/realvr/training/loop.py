@@ -22,7 +22,8 @@ from torch import Tensor
 from realvr.errors import UserError, out_of_memory
 from realvr.files import sync
 from realvr.runlock import hold
-from realvr.training import configuration, memory, tracking
+from realvr.training import configuration, memory
+from realvr.training.card import TAG, base_model, card
 from realvr.training.checkpoints import Checkpoints, Progress
 from realvr.training.dropping import DataRecord
 from realvr.training.engine import Engine
@@ -261,7 +262,8 @@ def export(task: Task, settings: TrainSettings, engine: Engine, metrics: dict[st
 
 
 def _publish(partial: Path, final: Path, old: Path, settings: TrainSettings, metrics: dict[str, Any]) -> None:
-    text = tracking.card(settings.run.out.name, configuration.dump(settings), metrics, ("realvr", _kind(settings)))
+    title, base = settings.run.out.name, base_model(settings.model.path)
+    text = card(title, base, str(final), configuration.dump(settings), metrics, (TAG, _kind(settings)))
     (partial / "README.md").write_text(text, encoding="utf-8")
     for path in partial.rglob("*"):
         sync(path)

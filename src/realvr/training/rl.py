@@ -24,7 +24,7 @@ from realvr.data.sample import Sample
 from realvr.errors import UserError
 from realvr.latent.engine import prefill, score, splice
 from realvr.latent.group import Completion, Rollout, rollout
-from realvr.latent.sampling import Sampling
+from realvr.latent.sampling import ANSWER_END, Sampling
 from realvr.maths import answers, grpo
 from realvr.training import evidence
 from realvr.training.adapters import Adapters
@@ -164,7 +164,8 @@ class RlTask:
         settings = self.settings
         samples, prompts = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         visual = self.backbone.see([image for prompt in prompts for image in prompt.images])
-        sampling = Sampling(settings.temperature, settings.top_p, settings.top_k, settings.max_new)
+        stop = ANSWER_END if settings.stop_at_answer else None
+        sampling = Sampling(settings.temperature, settings.top_p, settings.top_k, settings.max_new, stop)
         seeds = [_seed(settings.run.seed, step, place + i) for i in range(len(pairs))]
         result = done or rollout(
             self.backbone,

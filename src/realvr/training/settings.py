@@ -193,8 +193,12 @@ class RlSettings(TrainSettings):
     """Sample among the k most likely tokens; 0 is off."""
     max_new: int = Field(default=192, ge=1)
     """Most tokens of a completion."""
+    stop_at_answer: bool = True
+    """End a completion once it has written ``</answer>``. The paper's rollouts end with the end token or at the limit;
+    off does the same."""
     max_prompt: int = Field(default=4096, ge=1)
-    """Most tokens of a prompt, visual tokens included; longer ones are rejected when the data is read."""
+    """Most tokens of a prompt, visual tokens included. A longer one first gets smaller images, where the family allows
+    it; where that does not suffice it is left out and counted."""
     rewards: dict[str, float] = {"accuracy": 1.0, "format": 1.0}
     """Weight of each reward: ``accuracy``, ``format``, or a function of yours as ``path.py:function``."""
     clip: float = Field(default=0.2, ge=0, lt=1)

@@ -7,7 +7,6 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -216,11 +215,3 @@ def _cell(value: Any, cut: bool) -> str:
         half = _CELL // 2
         text = f"{text[:half]} … {text[-half:]}"
     return escape(text)
-
-
-def card(title: str, settings_yaml: str, metrics: dict[str, Any], tags: Iterable[str]) -> str:
-    """Model card of a trained model: what it is, its last metrics, all its settings."""
-    head = ["---", "library_name: transformers", "tags:", *(f"- {tag}" for tag in tags), "---", "", f"# {title}", ""]
-    rows = [f"| {name} | {f'{value:.6g}' if isinstance(value, float) else value} |" for name, value in metrics.items()]
-    body = ["Trained with realvr. Metrics of the last step:", "", "| metric | value |", "|---|---|", *rows, ""]
-    return "\n".join([*head, *body, "Settings:", "", "```yaml", settings_yaml.rstrip(), "```", ""])
