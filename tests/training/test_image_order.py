@@ -54,7 +54,7 @@ class Stock:
 
 @pytest.fixture(scope="module")
 def seen(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Stock:
-    backbone = Backbone.load(saved, dtype=DTYPE, device=DEVICE, latents=3)
+    backbone = Backbone.load(saved, dtype=DTYPE, device=DEVICE)
     model = load_stock(saved)
     processor = type(backbone.processor.stock).from_pretrained(saved)
     found = [picture_tokens(model, processor, image) for image in images()]
