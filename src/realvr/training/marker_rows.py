@@ -39,7 +39,7 @@ def fold_marker_rows(model: Any) -> None:
     for table in (model.get_input_embeddings(), model.get_output_embeddings()):
         own = {key: hook for key, hook in table._forward_hooks.items() if isinstance(hook, _Input | _Output)}
         for key, hook in own.items():
-            table.weight[hook.ids] = getattr(hook.owner, NAME)
+            table.weight[hook.ids.to(table.weight.device)] = hook.rows
             del table._forward_hooks[key]
     for table in (model.get_input_embeddings(), model.get_output_embeddings()):
         table._parameters.pop(NAME, None)
