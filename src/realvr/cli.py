@@ -34,6 +34,9 @@ COMMANDS: dict[str, Command] = {
     "data check": Command("realvr.data.commands", "check", "Read everything, open every image, say what is usable."),
     "data show": Command("realvr.data.commands", "show", "Print normalised samples; draw boxes and visual tokens."),
     "data export": Command("realvr.data.commands", "export", "Convert between our JSONL and the training formats."),
+    "data import": Command(
+        "realvr.data.import_command", "import_boxes", "COCO or VOC boxes as our JSONL, with questions."
+    ),
     "world make": Command("realvr.world.commands", "make", "Draw splits of the synthetic world, in the real layouts."),
     "world show": Command("realvr.world.commands", "show", "A contact sheet of scenes with questions and boxes."),
     "train sft": Command("realvr.training.commands", "sft", "Stage 1: latents reconstruct visual evidence.", raw=True),
