@@ -14,7 +14,8 @@ from realvr.data.labelled import Annotated, Losses, Picture
 from realvr.data.readers.base import checked_choices, letter_answer, question_of, text_of
 from realvr.data.reasons import BadRow, FileError
 from realvr.data.sample import LETTERS, Box, Sample
-from realvr.data.streams import csv_rows, json_rows
+from realvr.data.streams import json_rows
+from realvr.data.tables import csv_rows
 
 Template = Literal["exists", "count", "where"]
 WITHOUT_PICTURE = "question_without_picture"
