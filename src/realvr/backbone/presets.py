@@ -61,6 +61,7 @@ def _qwen2_5_vl_7b() -> dict[str, Any]:
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [16, 24, 24]},
         "bos_token_id": 151643,
         "eos_token_id": 151645,
+        "dtype": "bfloat16",
     }
     vision = {
         "depth": 32,
@@ -74,8 +75,11 @@ def _qwen2_5_vl_7b() -> dict[str, Any]:
         "window_size": 112,
         "fullatt_block_indexes": [7, 15, 23, 31],
         "out_hidden_size": 3584,
+        "in_chans": 3,
+        "spatial_patch_size": 14,
     }
-    return {"text_config": text, "vision_config": vision, **_QWEN_IDS}
+    top = {"vision_token_id": 151654, "dtype": "bfloat16"}
+    return {"text_config": text, "vision_config": vision, **_QWEN_IDS, **top}
 
 
 def _qwen3_vl(text: dict[str, Any]) -> dict[str, Any]:
@@ -85,6 +89,9 @@ def _qwen3_vl(text: dict[str, Any]) -> dict[str, Any]:
         "head_dim": 128,
         "max_position_embeddings": 262144,
         "rms_norm_eps": 1e-6,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "dtype": "bfloat16",
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 5000000.0,
@@ -132,9 +139,7 @@ def _qwen3_vl_moe(hidden: int, ffn: int, expert: int, layers: int, heads: int) -
             "num_experts_per_tok": 8,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
-            "tie_word_embeddings": False,
-            "bos_token_id": 151643,
-            "eos_token_id": 151645,
+            "norm_topk_prob": True,
         }
     )
 
@@ -151,10 +156,11 @@ def _internvl3_8b() -> dict[str, Any]:
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
         "use_sliding_window": False,
+        "max_window_layers": 70,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000000.0, "factor": 2.0},
-        "tie_word_embeddings": False,
         "bos_token_id": 151643,
         "eos_token_id": 151645,
+        "dtype": "bfloat16",
     }
     vision = {
         "hidden_size": 1024,
@@ -167,6 +173,10 @@ def _internvl3_8b() -> dict[str, Any]:
         "image_size": [448, 448],
         "patch_size": [14, 14],
         "layer_scale_init_value": 0.1,
+        "initializer_range": 1e-10,
+        "initializer_factor": 0.1,
+        "dropout": 0.0,
+        "dtype": "bfloat16",
     }
     return {
         "text_config": text,
@@ -174,8 +184,10 @@ def _internvl3_8b() -> dict[str, Any]:
         "image_token_id": 151667,
         "image_seq_length": 256,
         "downsample_ratio": 0.5,
-        # The class default is True: without this line the 545M parameters of the output layer silently go missing.
+        # The released file does not state this and the class default is True; the released weights hold an output
+        # layer of their own, 545M parameters.
         "tie_word_embeddings": False,
+        "dtype": "bfloat16",
     }
 
 
@@ -192,6 +204,8 @@ def _gemma3_12b() -> dict[str, Any]:
         "query_pre_attn_scalar": 256,
         "max_position_embeddings": 131072,
         "sliding_window": 1024,
+        "sliding_window_pattern": 6,
+        "dtype": "bfloat16",
         "layer_types": [("sliding_attention", "full_attention")[(i + 1) % 6 == 0] for i in range(layers)],
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
@@ -207,6 +221,7 @@ def _gemma3_12b() -> dict[str, Any]:
         "image_size": 896,
         "patch_size": 14,
         "vision_use_head": False,
+        "dtype": "bfloat16",
     }
     return {
         "text_config": text,
@@ -215,7 +230,11 @@ def _gemma3_12b() -> dict[str, Any]:
         "boi_token_index": 255999,
         "eoi_token_index": 256000,
         "image_token_index": 262144,
+        "bos_token_id": 2,
+        "eos_token_id": [1, 106],  # <eos> and <end_of_turn>
+        "pad_token_id": 0,
         "tie_word_embeddings": True,
+        "dtype": "bfloat16",
     }
 
 

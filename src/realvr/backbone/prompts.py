@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from realvr.backbone.families import LVR_END, LVR_SLOT, LVR_START, MARKERS
+from realvr.backbone.rendering import TemplateError, render
 from realvr.backbone.types import ImageInput, Prompt, Turn
 from realvr.errors import UserError
 
@@ -219,8 +220,6 @@ class PromptEncoder:
 
     def _render(self, turns: Sequence[Turn], generation_prompt: bool) -> list[_Item]:
         """The template's text with the turns' bodies in place of their sentinels."""
-        from jinja2 import TemplateError
-
         template = self.tokenizer.chat_template
         if not template:
             raise UserError("the tokenizer has no chat template: use an instruction-tuned checkpoint")
@@ -233,11 +232,10 @@ class PromptEncoder:
             parts = [{"type": "image"} for _ in turn.images] + [{"type": "text", "text": shown}]
             messages.append({"role": turn.role, "content": parts})
         try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
-        except (TemplateError, TypeError, ValueError) as error:
+            text = render(self.tokenizer, messages, generation_prompt)
+        except TemplateError as error:
             roles = ", ".join(f"{turn.role} with {len(turn.images)} image(s)" for turn in turns)
-            reason = " ".join(str(error).split())
-            raise UserError(f"the chat template refuses this conversation ({roles}): {reason}") from error
+            raise UserError(f"the chat template refuses this conversation ({roles}): {error}") from error
         pieces = re.split(f"{mark}(\\d+){mark}", text)
         for index, turn in enumerate(turns):
             count = pieces[1::2].count(str(index))
