@@ -55,16 +55,16 @@ def write_json(path: Path, content: Any) -> None:
     write_atomically(path, json.dumps(content, indent=2) + "\n")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file."""
+def read_json(path: Path, remedy: str = "write it again with the command that made it") -> dict[str, Any]:
+    """The object in a JSON file; ``remedy`` is what to do where it is damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: damaged ({error}); write it again with the command that made it") from None
+        raise UserError(f"{path}: damaged ({error}); {remedy}") from None
     if not isinstance(found, dict):
-        raise UserError(f"{path}: a JSON object is expected; write it again with the command that made it")
+        raise UserError(f"{path}: a JSON object is expected; {remedy}")
     return found
 
 

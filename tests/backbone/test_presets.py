@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +50,70 @@ def test_rotary_sections_and_token_ids_fit(name):
     section = text.rope_parameters.get("mrope_section")
     assert section is None or sum(section) == head // 2
     assert config.image_token_id < text.vocab_size
+
+
+RELEASED = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "released"
+FILES = {
+    "Qwen2.5-VL-7B-Instruct/config.json": "Qwen2.5-VL-7B",
+    "Qwen3-VL-8B-Instruct/config.json": "Qwen3-VL-8B",
+    "Qwen3-VL-30B-A3B-Thinking/config.json": "Qwen3-VL-30B-A3B",
+    "Qwen3-VL-30B-A3B-Instruct/config.trimmed.json": "Qwen3-VL-30B-A3B",
+    "Qwen3-VL-235B-A22B-Instruct/config.trimmed.json": "Qwen3-VL-235B-A22B",
+    "InternVL3-8B-hf/config.derived.json": "InternVL3-8B",
+    "gemma-3-12b-it/config.unsloth-mirror.json": "Gemma-3-12B",
+}
+EXPECTED_DIFFERENCES: dict[str, dict[str, tuple[Any, Any]]] = {
+    "InternVL3-8B-hf/config.derived.json": {
+        "tie_word_embeddings": (True, False),  # not stated, so the class default; the weights hold an output layer
+    },
+    "gemma-3-12b-it/config.unsloth-mirror.json": {
+        "eos_token_id": (106, [1, 106]),  # the mirror dropped <eos>
+    },
+}
+NOT_FACTS = {"architectures", "type", "unsloth_fixed", "cache_implementation", "transformers_version"}
+"""Written by a library or a mirror; ``type`` is the old name of ``rope_type``."""
+
+
+def fields(config: Any, prefix: str = "") -> dict[str, Any]:
+    """All fields, flat."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            found |= fields(value, f"{prefix}{name}.")
+        elif name not in NOT_FACTS:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_field_is_the_released_one(file):
+    from transformers import CONFIG_MAPPING
+
+    if not (RELEASED / file).is_file():
+        pytest.skip(f"the released files are not here ({RELEASED})")
+    raw = json.loads((RELEASED / file).read_text())
+    released = fields(CONFIG_MAPPING[raw["model_type"]].from_dict(raw).to_dict())
+    ours = fields(preset_config(FILES[file]).to_dict())
+    trimmed = {name for name in ours.keys() - released.keys() if "mrope" in name} if "trimmed" in file else set()
+    different = {
+        name: (released.get(name), ours.get(name))
+        for name in (released.keys() | ours.keys()) - trimmed
+        if released.get(name) != ours.get(name)
+    }
+    assert different == EXPECTED_DIFFERENCES.get(file, {})
+
+
+def test_fields_that_no_parameter_count_shows():
+    """From the released files, as numbers."""
+    internvl, gemma = preset_config("InternVL3-8B"), preset_config("Gemma-3-12B")
+    assert internvl.text_config.max_window_layers == 70
+    assert internvl.vision_config.initializer_range == 1e-10
+    assert internvl.text_config.rope_parameters["rope_type"] == "dynamic"
+    assert gemma.eos_token_id == [1, 106] and gemma.bos_token_id == 2 and gemma.pad_token_id == 0
+    assert gemma.text_config.rope_parameters["full_attention"]["factor"] == 8.0
+    for name in ("Qwen2.5-VL-7B", "Qwen3-VL-8B", "Qwen3-VL-30B-A3B", "Qwen3-VL-235B-A22B", "InternVL3-8B"):
+        text = preset_config(name).get_text_config()
+        assert (text.bos_token_id, text.eos_token_id) == (151643, 151645)
 
 
 def test_gemma_layer_pattern():

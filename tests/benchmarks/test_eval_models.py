@@ -62,6 +62,26 @@ def finished(model: Path, world: dict[str, Path], tmp_path_factory: pytest.TempP
     return out
 
 
+def test_ignored_generation_defaults_are_noted(
+    model: Path, world: dict[str, Path], finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Qwen2.5-VL's released defaults: greedy answers are the same with and without them, and the run says so."""
+    plain = json.loads((finished / "eval.json").read_text())
+    assert "ignored_generation_defaults" not in plain["responder"]
+    penalised = Path(shutil.copytree(model, tmp_path / "model"))
+    file = penalised / "generation_config.json"
+    released = {"do_sample": True, "repetition_penalty": 1.05, "temperature": 1e-6}
+    file.write_text(json.dumps(json.loads(file.read_text()) | released))
+    assert main(arguments(penalised, world, tmp_path / "run", "--batch", "2")) == 0
+    said = capsys.readouterr().err
+    assert "repetition_penalty = 1.05, do_sample = True, temperature = 1e-06" in said
+    assert said.count("generation defaults that are not used here") == 1
+    record = json.loads((tmp_path / "run" / "eval.json").read_text())
+    assert record["responder"]["ignored_generation_defaults"] == released
+    texts = [[row["text"] for row in lines(folder)] for folder in (finished, tmp_path / "run")]
+    assert texts[0] == texts[1]
+
+
 # ---------------------------------------------------------------------- every family, against the engine by hand
 
 

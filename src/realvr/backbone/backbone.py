@@ -22,6 +22,7 @@ from realvr.backbone import attention, vision
 from realvr.backbone.attention import Pass
 from realvr.backbone.batch import Batch, collate
 from realvr.backbone.families import Family
+from realvr.backbone.generation import end_ids, ignored_defaults
 from realvr.backbone.images import ImageProcessor
 from realvr.backbone.prompts import PromptEncoder
 from realvr.backbone.types import Grid, ImageInput, Prompt, Turn
@@ -82,7 +83,7 @@ class Backbone:
         self.deepstack = "deepstack_visual_embeds" in inspect.signature(self.decoder.forward).parameters
         self.windowed = "sliding_attention" in (getattr(self.text_config, "layer_types", None) or ())
         self.image_id = int(self.model.config.image_token_id)
-        self.eos_ids = _eos_ids(self.model, tokenizer)
+        self.eos_ids = end_ids(self.model, tokenizer)
         self.prompts = PromptEncoder(tokenizer, family, processor, self.context_length)
         self.use_realvr_attention()
 
@@ -122,6 +123,11 @@ class Backbone:
         if after in self.eos_ids:
             return int(after)
         return int(self.tokenizer.eos_token_id if self.tokenizer.eos_token_id is not None else self.eos_ids[0])
+
+    @property
+    def ignored_defaults(self) -> dict[str, Any]:
+        """Generation defaults of the checkpoint (``repetition_penalty``, …) that stock ``generate`` would obey."""
+        return ignored_defaults(self.model)
 
     @property
     def text_config(self) -> Any:
@@ -273,12 +279,3 @@ class Backbone:
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits of the given rows only; (…, D) → (…, V)."""
         return self.model.lm_head(hidden)
-
-
-def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    generation = getattr(model, "generation_config", None)
-    eos = getattr(generation, "eos_token_id", None)
-    ids = set(eos) if isinstance(eos, (list, tuple)) else ({eos} if eos is not None else set())
-    if tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return tuple(sorted(int(i) for i in ids))

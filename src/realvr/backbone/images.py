@@ -224,7 +224,9 @@ class ImageProcessor:
             if family.variable_grid:
                 return cls(family, stock, None, min_tokens, max_tokens, tiles, max_tiles=max_tiles)
             tokens, merge = _fixed_grid(config, stock)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:  # whatever a damaged file leads to
+        except (UserError, MemoryError):
+            raise
+        except Exception as error:  # whatever a damaged file leads to
             raise UserError(f"{path}: the image processor configuration cannot be used ({_one_line(error)})") from error
         return cls(family, stock, tokens, min_tokens, max_tokens, tiles, max_tiles=max_tiles, merge=merge)
 

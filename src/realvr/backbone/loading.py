@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import warnings
 from pathlib import Path
@@ -11,17 +10,25 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils import cached_file, logging
 
 from realvr.backbone.backbone import Backbone, Markers
+from realvr.backbone.checks import (
+    REMEDY,
+    check_files,
+    check_layers,
+    check_size,
+    check_template,
+    check_vocabulary,
+    first_line,
+)
 from realvr.backbone.families import FAMILIES, MARKERS, Family, family_of
 from realvr.backbone.images import ImageProcessor, Limits
 from realvr.backbone.released import save_weights, settle_output_layer
 from realvr.errors import UserError
+from realvr.files import read_json
 from realvr.hashes import changed_weights, record_weights
 from realvr.models import DTYPE as NAMED_DTYPE
 from realvr.models import is_named, locate
@@ -64,7 +71,8 @@ def load(
     if dtype is None and is_named(path):
         dtype = NAMED_DTYPE
     config, family = read_config(source)
-    _check_files(source)
+    check_files(source)
+    check_size(source, config)
     device, dtype = _device(device), _dtype(dtype)
     tokenizer = _load_tokenizer(source)
     known = _remembered(config, source)
@@ -147,13 +155,14 @@ def read_config(source: str) -> tuple[Any, Family]:
     config_file = Path(source) / "config.json"
     if Path(source).is_dir() and not config_file.is_file():
         raise UserError(f"{source} has no config.json: it is not a checkpoint directory")
+    if Path(source).is_dir():
+        fields = read_json(config_file, REMEDY)
+        _refuse_unsupported(source, fields.get("model_type"))
+        check_layers(config_file, fields)
     try:
-        if Path(source).is_dir():
-            fields = json.loads(config_file.read_text())
-            _refuse_unsupported(source, fields.get("model_type") if isinstance(fields, dict) else None)
         config = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
-        raise UserError(f"{source}: the configuration cannot be read ({_first_line(error)})") from error
+    except Exception as error:  # whatever a damaged file leads to
+        raise UserError(f"{source}: the configuration cannot be read ({first_line(error)})") from error
     return config, _refuse_unsupported(source, config.model_type)
 
 
@@ -192,21 +201,6 @@ def _refuse_unsupported(source: str, model_type: str | None) -> Family:
     return family
 
 
-def _check_files(source: str) -> None:
-    """For a local directory, name what is missing before gigabytes are read."""
-    directory = Path(source)
-    if not directory.is_dir():
-        return
-    tokenizers = ("tokenizer.json", "vocab.json", "tokenizer.model")
-    if not any((directory / name).is_file() for name in tokenizers):
-        raise UserError(f"{source} has no tokenizer files ({', '.join(tokenizers)}): copy them from the original model")
-    processors = ("preprocessor_config.json", "processor_config.json")
-    if not any((directory / name).is_file() for name in processors):
-        raise UserError(f"{source} has no image processor file ({processors[0]}): copy it from the original model")
-    if not any(directory.glob("*.safetensors")):
-        raise UserError(f"{source} has no weights (*.safetensors)")
-
-
 def _side_files(source: str) -> dict[str, str]:
     """Small files that ``AutoProcessor`` reads and we only hand on, so that a saved checkpoint has them too."""
     found = {}
@@ -222,10 +216,14 @@ def _side_files(source: str) -> dict[str, str]:
 def _load_tokenizer(source: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{source}: the tokenizer cannot be loaded ({_first_line(error)})") from error
+    except BaseException as error:  # whatever a damaged file leads to; a panic in Rust is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
+        check_vocabulary(source)
+        raise UserError(f"{source}: the tokenizer cannot be loaded ({first_line(error)})") from error
     if not tokenizer.is_fast:
         raise UserError(f"{source}: a fast tokenizer (tokenizer.json) is needed")
+    check_template(source, tokenizer)
     return tokenizer
 
 
@@ -237,8 +235,10 @@ def _load_model(source: str, dtype: torch.dtype | str, device: torch.device) -> 
             source, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
         )
         model, found = loaded
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"{source}: the model cannot be loaded ({_first_line(error)})") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever damaged weights or a configuration that fits no model lead to
+        raise UserError(f"{source}: the model cannot be loaded ({first_line(error)})") from error
     finally:
         logging.set_verbosity(verbosity)
     missing = settle_output_layer(source, model, found["missing_keys"])
@@ -293,7 +293,7 @@ def _device(name: torch.device | str | None) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device '{name}' cannot be used ({_first_line(error)})") from error
+        raise UserError(f"device '{name}' cannot be used ({first_line(error)})") from error
     return device
 
 
@@ -324,8 +324,3 @@ def _refuse_unreachable(source: str) -> None:
     except OSError as error:
         message = f"{source} is neither a directory here nor in the hub cache, and the hub cannot be reached ({error})"
         raise UserError(message) from error
-
-
-def _first_line(error: Exception) -> str:
-    first, *rest = (str(error).strip() or type(error).__name__).splitlines()
-    return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first

@@ -340,6 +340,9 @@ def _one(
     with busy(f"reading {model}", ranks.rank == 0):
         responder = load_responder(job, model, name, ranks)
     chosen = budgets(settings, responder.latents)
+    if ranks.rank == 0 and (ignored := responder.describe().get("ignored_generation_defaults")):
+        listed = ", ".join(f"{field} = {value}" for field, value in ignored.items())
+        _note(f"{model} has generation defaults that are not used here ({listed}); stock generate uses them")
     others = [latents for latents in job.budgets() or () if latents not in (0, responder.latents)]
     if ranks.rank == 0 and others:
         listed = ", ".join(map(str, others))

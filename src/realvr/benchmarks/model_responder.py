@@ -43,6 +43,7 @@ class ModelResponder:
 
     def describe(self) -> dict[str, Any]:
         backbone = self.backbone
+        ignored = backbone.ignored_defaults
         return {
             "name": self.name,
             "path": self.path,
@@ -52,6 +53,7 @@ class ModelResponder:
             "dtype": str(backbone.dtype).removeprefix("torch."),
             "images": backbone.processor.describe(),
             "sampling": asdict(self.sampling),
+            **({"ignored_generation_defaults": ignored} if ignored else {}),
         }
 
     def prepare(self, image: Any) -> ImageInput:

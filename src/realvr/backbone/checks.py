@@ -1,0 +1,120 @@
+"""What is looked at in a checkpoint before its weights are read: its files may be damaged, or written to do harm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForImageTextToText
+
+from realvr.backbone.rendering import TemplateError, render
+from realvr.errors import UserError
+from realvr.files import read_json
+
+REMEDY = "copy it from the original model"
+_TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model")
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+# Without the vocabularies, which are large: they are looked at when the tokenizer cannot be loaded. transformers itself
+# passes over a damaged generation_config.json in silence, and with it over end tokens.
+_JSON = (
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "video_preprocessor_config.json",
+    "model.safetensors.index.json",
+    *_PROCESSORS,
+)
+MOST_LAYERS = 10_000
+_LAYERS = ("num_hidden_layers", "depth")
+
+
+def check_files(source: str) -> None:
+    """For a local directory, name what is missing or damaged before gigabytes are read."""
+    directory = Path(source)
+    if not directory.is_dir():
+        return
+    if not any((directory / name).is_file() for name in _TOKENIZERS):
+        raise UserError(
+            f"{source} has no tokenizer files ({', '.join(_TOKENIZERS)}): copy them from the original model"
+        )
+    if not any((directory / name).is_file() for name in _PROCESSORS):
+        raise UserError(f"{source} has no image processor file ({_PROCESSORS[0]}): {REMEDY}")
+    if not any(directory.glob("*.safetensors")):
+        raise UserError(f"{source} has no weights (*.safetensors)")
+    for name in _JSON:
+        if (directory / name).is_file():
+            read_json(directory / name, REMEDY)
+
+
+def check_vocabulary(source: str) -> None:
+    """Name the file where a tokenizer that cannot be loaded is no JSON object."""
+    for name in ("tokenizer.json", "vocab.json"):
+        if (Path(source) / name).is_file():
+            read_json(Path(source) / name, REMEDY)
+
+
+def check_layers(file: Path, fields: dict[str, Any]) -> None:
+    """Refuse a number of layers that no model has, before lists of that length are made."""
+    for part in (fields, fields.get("text_config"), fields.get("vision_config")):
+        for name in _LAYERS:
+            value = part.get(name) if isinstance(part, dict) else None
+            if isinstance(value, int) and not 0 < value <= MOST_LAYERS:
+                raise UserError(f"{file}: {name} is {value}, not a number of layers (1 to {MOST_LAYERS:,}); {REMEDY}")
+
+
+def check_size(source: str, config: Any) -> None:
+    """Refuse a configuration whose model is far larger than the weights there are: transformers would fill the rest of
+    it with random numbers, however much memory that takes, before it compares shapes."""
+    try:
+        stored = sum(_elements(Path(source))) if Path(source).is_dir() else 0
+    except (SafetensorError, OSError):
+        return  # damaged weights are reported when they are read
+    if not stored:
+        return
+    try:
+        with torch.device("meta"):
+            model = AutoModelForImageTextToText.from_config(config)
+    except Exception as error:  # whatever a configuration that fits no model leads to
+        raise UserError(f"{source}: the configuration describes no model ({first_line(error)})") from error
+    wanted = sum(parameter.numel() for parameter in model.parameters())
+    if wanted > 2 * stored:
+        raise UserError(
+            f"{source}: config.json describes a model of {wanted:,} parameters, the weights hold {stored:,}; copy both "
+            "from the same model"
+        )
+
+
+def _elements(directory: Path) -> Iterator[int]:
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  it is no dictionary
+                yield torch.Size(tensors.get_slice(name).get_shape()).numel()
+
+
+def check_template(source: str, tokenizer: Any) -> None:
+    """Refuse a chat template that cannot be rendered, or whose replies open with a think block."""
+    if not tokenizer.chat_template:
+        return  # reported when a prompt is built
+    question = {"role": "user", "content": [{"type": "text", "text": "?"}]}
+    try:
+        text = render(tokenizer, [question], generation_prompt=True)
+    except TemplateError as error:
+        raise UserError(f"{source}: the chat template cannot be used ({error})") from error
+    if text.rfind("<think>") > text.rfind("</think>"):
+        name = Path(source).name
+        other = name.replace("Thinking", "Instruct") if "Thinking" in name else "the Instruct variant of this model"
+        raise UserError(
+            f"{source}: the chat template opens every reply with <think> (a Thinking variant): a latent span would "
+            f"stand inside the think block, and the template drops that block from earlier turns; use {other}"
+        )
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, in one line."""
+    first, *rest = (str(error).strip() or type(error).__name__).splitlines()
+    return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first
