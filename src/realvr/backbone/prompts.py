@@ -5,8 +5,8 @@ purpose: the stock path renders the template to one string and looks for special
 contains ``<|im_end|>`` or ``<|image_pad|>`` forges a turn or an image. Here the template sees a sentinel in place of
 each text, so that we know for every character who wrote it; special tokens are recognised only where the template (or
 we) wrote them. Everything between two recognised special tokens is one run, as in stock, so BPE merges across
-the border of template and text are the same. A template that looks *into* a text (Qwen3-Thinking cuts an assistant text
-at ``</think>``) sees the sentinel instead and leaves the text whole.
+the border of template and text are the same. A template that looks *into* a text sees the sentinel instead and leaves
+the text whole.
 """
 
 from __future__ import annotations
