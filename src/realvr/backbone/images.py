@@ -29,6 +29,9 @@ Between one and two times that default Pillow only warns; such images are ordina
 do not."""
 
 
+_ORIENTATION = 0x0112
+
+
 def open_image(source: str | Path | bytes | Image.Image) -> Image.Image:
     """The image of a file, of encoded bytes or of a Pillow image: upright (EXIF), RGB, fully decoded.
 
@@ -63,7 +66,8 @@ def picture_hash(image: Image.Image) -> str:
 
     The one answer to "is this the same picture?": neither the file's encoding nor the resizing of a model matters.
     """
-    rgb = open_image(image)
+    ready = image.mode == "RGB" and image.getexif().get(_ORIENTATION, 1) == 1
+    rgb = image if ready else open_image(image)  # an 8K photograph takes 100 MB: no copy without need
     digest = hashlib.sha256(f"{rgb.width}x{rgb.height} RGB\n".encode())
     digest.update(rgb.tobytes())
     return digest.hexdigest()
