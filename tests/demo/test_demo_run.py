@@ -137,7 +137,8 @@ def test_a_finished_demo_is_not_done_again(finished: tuple[Path, str, str, Path]
 
 def test_a_step_that_fails_is_one_line_that_names_it(tmp_path: Path) -> None:
     """The pictures are marked as drawn and are not there."""
-    claim(tmp_path / "demo", quick_settings()).close()
+    with claim(tmp_path / "demo", quick_settings()):
+        pass
     for step in steps_of(quick_settings())[:2]:
         set_done(tmp_path / "demo", step, {"seconds": 0, "cpu_seconds": 0})
     process = start(tmp_path / "demo")

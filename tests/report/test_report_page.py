@@ -197,6 +197,32 @@ def test_a_report_about_own_questions_says_what_the_latents_do(tmp_path: Path) -
     assert "100.0 % read" in cells[0] and "100.0 % read" in cells[1] and "50.0 % read" in cells[2]
 
 
+def test_the_paper_stands_beside_published_sets_only(tmp_path: Path) -> None:
+    """MMVP as published, HR-Bench with --limit, and drawings: one of the three has the paper's numbers beside it."""
+    run = tmp_path / "runs" / "model"
+    run.mkdir(parents=True)
+    names = {"mmvp": ("mmvp", 300), "hrbench-4k": ("hr-bench", 40), "mini-blink": ("blink", 697)}
+    row = {"question": "1", "condition": "own", "latents": 0, "seed": 0, "answer": "A", "text": "A", "extracted": "A"}
+    (run / "predictions.jsonl").write_text("".join(json.dumps(row | {"bench": name}) + "\n" for name in names))
+    benches = {
+        name: {"path": "x", "format": form, "questions": rows, "tasks": [], "limit": None}
+        for name, (form, rows) in names.items()
+    }
+    benches["hrbench-4k"]["limit"] = 40
+    sets = {name: {"world": name.startswith("mini-")} for name in names}
+    (run / "eval.json").write_text(json.dumps({"responder": {"latents": 0}, "benches": benches, "sets": sets}))
+    assert main(["score", str(run)]) == 0
+    assert main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
+    tree = read(tmp_path / "out/index.html")
+    table = tree.table("The same sets in the paper")
+    assert table[0] == ["method", "backbone", "MMVP"]
+    assert ["ReaLVR", "Qwen2.5-VL-7B", "72.0|± 0.4"] in table
+    measured = tree.table("Measured")
+    found = {row[1]: row[column(measured, "published set")] for row in measured[1:]}
+    assert found["MMVP"] == "yes" and found["mini-blink"] == "no: drawn by the embedded world"
+    assert found["HR-Bench 4K"] == "no: only 40 questions (--limit 40)"
+
+
 def test_published_numbers_are_set_apart_and_marked(tree: Element) -> None:
     marked = [one for one in tree.all("table") if "published, not measured here" in next(one.all("caption")).text()]
     assert len(marked) >= 10 and all(one.inside("published") for one in marked)
