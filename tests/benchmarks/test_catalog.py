@@ -16,7 +16,8 @@ from realvr.errors import UserError
 def test_the_facts_add_up() -> None:
     assert len(BLINK_ROWS) == 14 and sum(BLINK_ROWS.values()) == 1901  # the official validation split
     assert CATALOG["blink"].rows == 697  # the paper's N
-    assert {name: CATALOG[name].rows for name in ("mmvp", "hrbench-4k", "hrbench-8k")} == {
+    assert {name: CATALOG[name].rows for name in ("mmvp", "hrbench-4k", "hrbench-8k", "vstar")} == {
+        "vstar": 191,
         "mmvp": 300,
         "hrbench-4k": 800,
         "hrbench-8k": 800,
@@ -27,7 +28,14 @@ def test_the_facts_add_up() -> None:
 
 
 def test_a_folder_stands_for_the_file_of_the_benchmark_and_of_no_other(tmp_path: Path) -> None:
-    for name in ("hr_bench_4k.tsv", "hr_bench_8k.tsv", "MME_RealWorld.json", "MME-RealWorld-Lite.json", "notes.txt"):
+    for name in (
+        "hr_bench_4k.tsv",
+        "hr_bench_8k.tsv",
+        "MME_RealWorld.json",
+        "MME-RealWorld-Lite.json",
+        "notes.txt",
+        "test_questions.jsonl",
+    ):
         (tmp_path / name).write_text("x")
     found = {name: data_path(CATALOG[name], tmp_path).name for name in CATALOG if CATALOG[name].files}
     assert found == {
@@ -35,6 +43,7 @@ def test_a_folder_stands_for_the_file_of_the_benchmark_and_of_no_other(tmp_path:
         "hrbench-8k": "hr_bench_8k.tsv",
         "mme-realworld": "MME_RealWorld.json",
         "mme-realworld-lite": "MME-RealWorld-Lite.json",
+        "vstar": "test_questions.jsonl",
     }
     (tmp_path / "hr_bench_4k.parquet").write_text("x")
     with pytest.raises(UserError, match=r"several files that may be meant \(hr_bench_4k.parquet, hr_bench_4k.tsv\)"):

@@ -38,6 +38,8 @@ LAYOUTS = [
     ("mme-realworld", "x.json"),
     ("mme-realworld", "x.tsv"),
     ("mme-realworld", "x.parquet"),
+    ("vstar", "x.jsonl"),
+    ("vstar", "x.parquet"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""The five mini-benchmarks: right answers, and the properties that make them what they mirror."""
+"""The mini-benchmarks: right answers, and the properties that make them what they mirror."""
 
 from collections import Counter
 from dataclasses import replace
@@ -15,6 +15,7 @@ from realvr.world.benchmarks import (
     hr_items,
     mme_item,
     mmvp_pair,
+    vstar_item,
     world_style,
 )
 from realvr.world.draw import render
@@ -121,6 +122,22 @@ def test_hr_items_come_in_four_cycles_and_two_strata(style, resize, size):
 def test_hr_says_when_nothing_fits():
     with pytest.raises(UserError, match="3840x2160"):
         hr_items(np.random.default_rng(0), 0, huge(3840, 2160), ANY, Resize(48 * 48, 8))
+
+
+@pytest.mark.parametrize(("style", "resize"), [(huge(2240, 1584), Resize()), (huge(192, 192), Resize(48 * 48, 8))])
+def test_vstar_asks_about_small_things_in_two_categories(style, resize):
+    seen, letters = Counter(), Counter()
+    for k in range(50):
+        item = vstar_item(np.random.default_rng([8, k]), k, style, ANY, resize)
+        scene = item.views[0].scene
+        assert solve(scene, item.text) == item.answer and item.views[0].name == f"{item.category}/{k}.jpg"
+        assert len(item.choices) == (4 if item.category == "direct_attributes" else 2)
+        scale = min(1.0, (resize.max_pixels / (scene.size[0] * scene.size[1])) ** 0.5)
+        sides = [min(x1 - x0, y1 - y0) * scale for _, (x0, y0, x1, y1) in item.boxes]
+        assert resize.patch <= min(sides) < 0.25 * min(scene.size)
+        seen[item.category] += 1
+        letters[item.letter] += 1
+    assert seen == {"direct_attributes": 30, "relative_position": 20} and len(letters) == 4
 
 
 @pytest.mark.parametrize("style", [clutter(), clutter(96, 96)], ids=["full", "easy"])

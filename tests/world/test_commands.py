@@ -19,7 +19,7 @@ from realvr.world.splits import SPLITS, Recipe, samples
 
 SOURCE = str(Path(realvr.__file__).parents[1])
 STRICT = ReadOptions(policy="strict", check_images="decode")
-COUNTS = {"hrbench-4k": 2, "hrbench-8k": 1, "mmvp": 6, "counterfactual": 4}
+COUNTS = {"vstar": 3, "hrbench-4k": 2, "hrbench-8k": 1, "mmvp": 6, "counterfactual": 4}
 
 
 def tree(folder: Path) -> dict[str, str]:
@@ -31,13 +31,14 @@ def tree(folder: Path) -> dict[str, str]:
 def comparable(sample, layout):
     """What a sample says, less what the layout has no place for."""
     content = sample.content()
-    if layout in ("virl39k", "mmvp", "blink", "hr-bench", "mme-realworld"):
+    if layout in ("virl39k", "mmvp", "blink", "hr-bench", "mme-realworld", "vstar"):
         content.pop("boxes")
     more = {
         "mmvp": (sample.id, sample.pair),
         "blink": (sample.id, sample.task),
         "hr-bench": (sample.id, sample.category, sample.cycle),
         "mme-realworld": (sample.id, sample.task, sample.category),
+        "vstar": (sample.id, sample.task, sample.category),
         "visual-cot": (sample.id,),
         "lvr": (sample.id,),
         "virl39k": (sample.id, sample.category),
@@ -67,6 +68,7 @@ def test_every_split_comes_back_equal_through_its_real_layout(name, tmp_path):
         ("hrbench-4k", "hr-bench", "hr.parquet"),
         ("mme-realworld", "mme-realworld", "mme.tsv"),
         ("mme-realworld", "mme-realworld", "mme.parquet"),
+        ("vstar", "vstar", "vstar.parquet"),
         ("train-plain", "lvr", "lvr.json"),
         ("validation", "visual-cot", "cot.json"),
     ],
@@ -75,7 +77,7 @@ def test_other_layouts_that_can_hold_a_split(name, layout, file, tmp_path):
     made = list(samples(Recipe(name, seed=4, count=COUNTS.get(name, 8))))
     write(made, layout, tmp_path / file)
     again = list(read(tmp_path / file, layout, STRICT))
-    drop = layout in ("hr-bench", "mme-realworld")
+    drop = layout in ("hr-bench", "mme-realworld", "vstar")
     for one, two in zip(made, again, strict=True):
         a, b = one.content(), two.content()
         if drop:

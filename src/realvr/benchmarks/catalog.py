@@ -98,6 +98,13 @@ _MME_CITATION = """\
   booktitle = {ICLR},
   year = {2025}
 }"""
+_VSTAR_CITATION = """\
+@inproceedings{wu2024vstar,
+  title = {V*: Guided Visual Search as a Core Mechanism in Multimodal LLMs},
+  author = {Wu, Penghao and Xie, Saining},
+  booktitle = {CVPR},
+  year = {2024}
+}"""
 _HR_RULE = (
     "accuracy per option cycle for all, single and cross, then the mean over the four cycles; there is no all-four rule"
 )
@@ -146,6 +153,8 @@ _ALL = (
             f"({sum(BLINK_ROWS.values()):,} questions), the official set.",
             "The official score is macro; some harnesses print micro. Both are given.",
             "Only the val split has answers.",
+            "Labels of Relative_Reflectance were corrected in late 2025, and files do not say which they hold: "
+            "eval.json records a hash of every subtask's labels (sets.blink.labels). Compare runs where it is the same.",
         ),
     ),
     *(
@@ -190,6 +199,24 @@ _ALL = (
         _MME_CITATION,
         files=("*mme*realworld*lite*.json", "*mme*realworld*lite*.tsv", "*mme*realworld*lite*.parquet"),
         caveats=("The set behind the paper's MME-RealWorld number.", *_MME_CAVEATS),
+    ),
+    Benchmark(
+        "vstar",
+        "V*",
+        "vstar",
+        ("test_questions.jsonl beside its images", "a .parquet with images inside"),
+        191,
+        "the dataset craigwu/vstar_bench on the Hugging Face hub",
+        "see the card of the dataset",
+        "accuracy over all questions; also per category: direct_attributes (115) and relative_position (76)",
+        _VSTAR_CITATION,
+        files=("*test_questions*.jsonl", "*vstar*.jsonl", "*vstar*.json", "*vstar*.parquet", "test-*.parquet"),
+        caveats=(
+            "Not one of the five tasks of the paper's mean.",
+            "The text of a question ends in its options and an instruction; both are taken off and asked in the words "
+            "of all benchmarks. The published text stays in the sample's meta['prompt'].",
+            "Image paths in the JSON lines are relative to their folder, or to --images NAME=DIR.",
+        ),
     ),
 )
 CATALOG: dict[str, Benchmark] = {bench.name: bench for bench in _ALL}

@@ -73,7 +73,19 @@ class Questions:
 
     def set_facts(self) -> dict[str, Any]:
         """What tells the published set from others, beside `describe`; see `realvr.benchmarks.identity`."""
-        return {"world": self.world, "task_rows": dict(Counter(sample.task for sample in self.samples))}
+        return {
+            "world": self.world,
+            "task_rows": dict(Counter(sample.task for sample in self.samples)),
+            "labels": self.labels(),
+        }
+
+    def labels(self) -> dict[str, str]:
+        """SHA-256 of (id, right answer) of every question, by subtask: files whose labels were corrected differ here,
+        however they are named and packed."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for sample in self.samples:
+            found[sample.task].append(json.dumps([sample.id, sample.answer]))
+        return {task: hashlib.sha256("\n".join(sorted(rows)).encode()).hexdigest() for task, rows in found.items()}
 
 
 def bench_name(name: str) -> str:

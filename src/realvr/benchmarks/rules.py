@@ -6,6 +6,7 @@
 | blink | unweighted mean over the subtasks present | accuracy over all questions |
 | hrbench-4k, hrbench-8k | accuracy per option cycle, then the mean over the cycles | the same for single and cross |
 | mme-realworld, mme-realworld-lite | accuracy over all questions | per task and subtask; Avg-C, their mean |
+| vstar | accuracy over all questions | per category |
 | any other | accuracy over all questions | per task, where there are several |
 
 A question without an answer stays in every denominator. All shares are percentages.
@@ -144,6 +145,10 @@ def _mme(rows: Sequence[Prediction]) -> dict[str, Any]:
     }
 
 
+def _vstar(rows: Sequence[Prediction]) -> dict[str, Any]:
+    return {"accuracy": percent(rows), "categories": _shares(split(rows, lambda row: row.category))}
+
+
 def _plain(rows: Sequence[Prediction]) -> dict[str, Any]:
     tasks = split(rows, lambda row: row.task)
     return {"accuracy": percent(rows)} | ({"tasks": _shares(tasks)} if len(tasks) > 1 else {})
@@ -168,6 +173,7 @@ RULES: dict[str, Rule] = {
     "hrbench-8k": _HRBENCH,
     "mme-realworld": _MME,
     "mme-realworld-lite": _MME,
+    "vstar": Rule("accuracy", _vstar),
 }
 _ANY = Rule("accuracy", _plain)
 

@@ -29,6 +29,7 @@ NAMES = {
     "hrbench-8k": "HR-Bench 8K",
     "mme-realworld": "MME-RealWorld",
     "mme-realworld-lite": "MME-RealWorld-Lite",
+    "vstar": "V*",
 }
 CONDITIONS = {"none": "no span", "mean": "mean latents", "other": "another's latents", "noise": "noise"}
 READ = "read %: replies that can be read under the condition; one that cannot be read counts as wrong."

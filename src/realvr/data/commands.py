@@ -329,7 +329,7 @@ def export(
     Args:
         path: Data file or folder, in any supported format.
         out: File to write, or folder for mmvp and blink.
-        to: jsonl, visual-cot, lvr, virl39k, mmvp, blink, hr-bench or mme-realworld.
+        to: jsonl, visual-cot, lvr, virl39k, mmvp, blink, hr-bench, mme-realworld or vstar.
         format: Name of the input's format, where it should not be detected.
         policy: skip leaves out bad rows and samples that the layout cannot hold; strict stops at the first.
         images: Folder that image paths are relative to and stay inside; by default that of the data file. / admits

@@ -39,13 +39,14 @@ def write(samples: Iterable[Sample], to: str, out: str | Path, strict: bool = Tr
 
     Images go into ``images/`` beside the file, unchanged, unless the layout holds them itself; with ``link`` image
     files are linked there, not copied. A sample that the layout cannot hold stops the export, or is counted and left
-    out with ``strict=False``. HR-Bench and MME-RealWorld follow the extension of ``out`` (.tsv, .parquet; .json, .tsv).
+    out with ``strict=False``. HR-Bench, MME-RealWorld and V* follow the extension of ``out`` (.tsv, .parquet; .json,
+    .tsv, .parquet; .jsonl, .parquet).
     """
     key = to.lower().replace("_", "-")
     if key not in WRITERS:
         raise FileError(reasons.FORMAT_UNKNOWN, f"no layout {to!r} to export to; choose one of {', '.join(WRITERS)}")
     path = Path(out)
-    if link and (key not in LINKING or (key == "mme-realworld" and path.suffix != ".json")):
+    if link and (key not in LINKING or (key in ("mme-realworld", "vstar") and path.suffix in (".tsv", ".parquet"))):
         raise UserError(f"{to} holds its images itself: nothing can be linked; leave out --link")
     if path.is_dir() and key not in ("mmvp", "blink"):
         raise FileError(reasons.NOT_A_FILE, f"{path}: is a folder; name the file to write")
@@ -231,7 +232,7 @@ def write_virl39k(samples: Iterable[Sample], out: Path, strict: bool, link: bool
     return written
 
 
-LINKING = ("jsonl", "visual-cot", "lvr", "virl39k", "mme-realworld")
+LINKING = ("jsonl", "visual-cot", "lvr", "virl39k", "mme-realworld", "vstar")
 """Layouts that name image files."""
 
 WRITERS: dict[str, Callable[..., Written]] = {
@@ -243,4 +244,5 @@ WRITERS: dict[str, Callable[..., Written]] = {
     "blink": benchmarks.write_blink,
     "hr-bench": benchmarks.write_hr_bench,
     "mme-realworld": benchmarks.write_mme,
+    "vstar": benchmarks.write_vstar,
 }

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import csv
+import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from realvr.data.export_common import (
     CannotHold,
@@ -20,7 +22,7 @@ from realvr.data.export_common import (
     suffix_of,
 )
 from realvr.data.parquet import ParquetSink
-from realvr.data.readers import blink, hr_bench, mme_realworld, mmvp
+from realvr.data.readers import blink, hr_bench, mme_realworld, mmvp, vstar
 from realvr.data.readers.base import join_options
 from realvr.data.reasons import BadRow
 from realvr.data.sample import LETTERS, ImageRef, Sample
@@ -117,7 +119,7 @@ def _blink_row(sample: Sample) -> dict[str, Any]:
         raise CannotHold(f"BLINK holds {len(blink.IMAGES)} images per question")
     prompt = join_options(f"{sample.question}\nSelect from the following choices.", sample.choices)
     images = dict.fromkeys(blink.IMAGES) | {
-        name: {"bytes": image.read(), "path": None} for name, image in zip(blink.IMAGES, sample.images, strict=False)
+        name: _image_cell(image) for name, image in zip(blink.IMAGES, sample.images, strict=False)
     }
     return {
         "idx": sample.id,
@@ -230,6 +232,55 @@ def write_mme(samples: Iterable[Sample], out: Path, strict: bool, link: bool = F
             _multiple_choice(sample, "MME-RealWorld", len(mme_realworld.OPTIONS), 1)
             add(sample)
             count_lost(sample, written, "boxes", "response", "pair", "cycle")
+
+        each(samples, written, strict, row)
+    return written
+
+
+def _vstar_text(sample: Sample) -> str:
+    """Question, options and instruction, if reading it gives question and options back."""
+    _multiple_choice(sample, "V*", None, 1)
+    if not sample.category:
+        raise CannotHold("V* needs a category")
+    text = f"{join_options(sample.question, sample.choices)}\n{vstar.INSTRUCTION}"
+    try:
+        same = vstar.split_text(text) == (sample.question, sample.choices)
+    except BadRow:
+        same = False
+    if not same:
+        raise CannotHold("V* holds options as lines of the question, and these would not be read back")
+    return text
+
+
+def _add_line(file: TextIO, cells: dict[str, Any]) -> None:
+    file.write(json.dumps(cells, ensure_ascii=False) + "\n")
+
+
+def _image_cell(image: ImageRef) -> dict[str, Any]:
+    return {"bytes": image.read(), "path": None}
+
+
+def write_vstar(samples: Iterable[Sample], out: Path, strict: bool, link: bool = False) -> Written:
+    """V* JSON lines (images beside it) or parquet (images inside)."""
+    written = Written([out])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        add: Callable[[dict[str, Any]], object]
+        image: Callable[[ImageRef], object]
+        if out.suffix == ".parquet":
+            types = {"image": "image", **dict.fromkeys(("text", "category", "label", "question_id"), "string")}
+            add, image = stack.enter_context(ParquetSink(out, types)).add, _image_cell
+        else:
+            file = stack.enter_context(out.open("w", encoding="utf-8"))
+            image = ImageStore(written, link).save
+
+            add = partial(_add_line, file)
+
+        def row(sample: Sample) -> None:
+            text = _vstar_text(sample)  # refuses before an image is saved
+            cells = {"image": image(sample.images[0]), "text": text, "category": sample.category}
+            add(cells | {"label": sample.answer, "question_id": sample.id})
+            count_lost(sample, written, "boxes", "response", "tags", "pair", "cycle")
 
         each(samples, written, strict, row)
     return written

@@ -1,4 +1,4 @@
-"""Five mini-benchmarks that test what the real ones test, item by item.
+"""Six mini-benchmarks that test what the real ones test, item by item.
 
 Every builder is a pure function of a generator and an index, so that any item can be made alone and in any process.
 ``buckets`` are the layouts the split owns (see `realvr.world.splits`).
@@ -215,6 +215,23 @@ def _tiny(
         if (min(sides) >= patch) == visible:
             return scene, asked
     raise UserError(f"{style.name} scenes of {style.width}x{style.height} answer none of {', '.join(kinds)}")
+
+
+VSTAR_KINDS: dict[str, tuple[str, ...]] = {
+    "direct_attributes": ("color", "shape", "direction"),
+    "relative_position": ("relation_x", "relation_y"),
+}
+
+
+def vstar_item(
+    rng: np.random.Generator, index: int, style: Style, buckets: Container[int], resize: Resize | None = None
+) -> Item:
+    """A question about small but visible objects in a large picture: an attribute with four options in three of five,
+    as in the real set, else which of two sides one object lies on."""
+    category = "relative_position" if index % 5 in (1, 3) else "direct_attributes"
+    kinds = tuple(kind for kind in VSTAR_KINDS[category] if style.vocabulary == "full" or kind != "direction")
+    scene, question = _tiny(rng, style, kinds, buckets, True, resize or Resize())
+    return single(str(index), scene, question, f"{category}/{index}.jpg", task="vstar", category=category)
 
 
 MME_KINDS: tuple[str, ...] = ("color", "shape", "texture", "count", "position")

@@ -37,6 +37,7 @@ FILES = {
     "mmvp": "MMVP",
     "blink": "BLINK",
     "mme-realworld": "MME_RealWorld.json",
+    "vstar": "test_questions.jsonl",
 }
 """What the real layouts' files are called, in the split's folder (HR-Bench: see `layout_path`)."""
 
@@ -155,7 +156,7 @@ def make(
         format: all writes our JSONL, which holds everything, and the real layout; jsonl or real writes one of them.
         kinds: Kinds of question, for curriculum, dialogues, sequels, train-*, validation and counterfactual.
         withheld: Whether questions may (any), must not (exclude) or must (only) refer to something by a withheld word.
-        resize_pixels: Pixels that a model shrinks a large image to (hrbench: decides what is visible).
+        resize_pixels: Pixels that a model shrinks a large image to (hrbench, vstar: decides what is visible).
         patch: Side in pixels of what one visual token covers after that.
         workers: Processes.
         take_over: Take a folder from a run on another machine that is gone for certain.

@@ -51,7 +51,7 @@ SPLITS: dict[str, Split] = {
     "curriculum-test": Split(1, range(6, 8), "jsonl", 2_000, (48, 48), "easy scenes, any words (tag `withheld`)"),
     "dialogues": Split(2, range(8, 10), "lvr", 5_000, (48, 48), "two-turn conversations about one picture"),
     "train-boxes": Split(3, range(10, 14), "visual-cot", 10_000, (128, 128), "training questions with evidence boxes"),
-    "train-plain": Split(4, range(14, 16), "virl39k", 10_000, (128, 128), "training questions without boxes"),
+    "train-plain": Split(4, range(14, 15), "virl39k", 10_000, (128, 128), "training questions without boxes"),
     "validation": Split(5, range(18, 20), "jsonl", 1_000, (128, 128), "held-out questions with boxes"),
     "mmvp": Split(6, range(20, 23), "mmvp", 150, (128, 128), "pairs that differ in one subtle detail"),
     "blink": Split(7, range(23, 25), "blink", 697, (128, 128), "five BLINK subtasks"),
@@ -61,6 +61,7 @@ SPLITS: dict[str, Split] = {
     "counterfactual": Split(11, range(28, 32), "jsonl", PAIRS_PER_EDIT, (128, 128), "four edits, question fixed"),
     "sequels": Split(12, range(17, 18), "jsonl", 5_000, (48, 48), "two turns, the second about another picture"),
     "practice": Split(13, range(16, 17), "jsonl", 8_000, (48, 48), "training questions in the five benchmarks' manner"),
+    "vstar": Split(14, range(15, 16), "vstar", 191, (2240, 1584), "small objects in a large picture, two categories"),
 }
 
 
@@ -132,7 +133,7 @@ class Recipe:
 
     def style(self) -> Style:
         """Look of the scenes."""
-        if self.split.startswith("hrbench"):
+        if self.split.startswith("hrbench") or self.split == "vstar":
             return huge(*self.canvas)
         if self.split == "mme-realworld":
             return clutter(*self.canvas)
@@ -166,6 +167,8 @@ def build(recipe: Recipe, unit: Unit) -> list[Item]:
         return [benchmarks.blink_item(rng, part, number, style, buckets)]
     if recipe.split.startswith("hrbench"):
         return benchmarks.hr_items(rng, number, style, buckets, recipe.resize)
+    if recipe.split == "vstar":
+        return [benchmarks.vstar_item(rng, number, style, buckets, recipe.resize)]
     if recipe.split == "mme-realworld":
         return [benchmarks.mme_item(rng, number, style, buckets)]
     if recipe.split == "counterfactual":
@@ -336,7 +339,7 @@ def samples(recipe: Recipe, workers: int = 1) -> Iterator[Sample]:
         for unit in units:
             yield from drawn(recipe, unit)
         return
-    size = 1 if recipe.split.startswith("hrbench") else 32
+    size = 1 if recipe.split.startswith("hrbench") or recipe.split == "vstar" else 32
     chunks = (units[k : k + size] for k in range(0, len(units), size))
     waiting: deque[Future[list[list[Sample]]]] = deque()
     try:
