@@ -8,17 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from eval_cases import Speaker, lines
+from PIL import Image
 
+from eval_cases import Speaker, lines
 from realvr.benchmarks.catalog import CATALOG
 from realvr.benchmarks.questions import load
 from realvr.benchmarks.records import Prediction
 from realvr.benchmarks.runner import EvalSettings, evaluate
 from realvr.benchmarks.scoring import summarise
-from realvr.benchmarks.tables import shown
+from realvr.benchmarks.tables import title
 from realvr.cli import main
 from realvr.data.export import write
 from realvr.data.reading import read
+from realvr.data.sample import ImageRef, Sample
 
 
 @pytest.fixture(scope="module")
@@ -55,32 +57,17 @@ def test_the_worlds_stand_in_is_asked_and_scored_per_category(world: Path, tmp_p
     assert {row["category"] for row in asked} == {"direct_attributes", "relative_position"}
 
 
-def test_the_published_layout_is_called_by_its_name(tmp_path: Path, encoded_pictures: list[bytes]) -> None:
-    from realvr.data.sample import ImageRef, Sample
-
+def test_the_published_layout_is_called_by_its_name(tmp_path: Path) -> None:
+    pictures = [ImageRef.from_image(f"{shade}.png", Image.new("RGB", (20, 20), (shade, 0, 0))) for shade in (10, 200)]
     samples = [
-        Sample.ask(str(k), [ImageRef.from_bytes(f"{k}.png", data)], "Which?", "B", choices=["x", "y"], category="c")
-        for k, data in enumerate(encoded_pictures)
+        Sample.ask(str(k), [picture], "Which?", "B", choices=["x", "y"], category="relative_position")
+        for k, picture in enumerate(pictures)
     ]
     for name in ("vstar.jsonl", "vstar.parquet"):
         write(samples, "vstar", tmp_path / name)
         questions = load("vstar", tmp_path / name)
         assert questions.bench == "vstar" and [s.content() for s in questions.samples] == [s.content() for s in samples]
-    assert CATALOG["vstar"].rows == 191 and shown("vstar") == "V*"
-
-
-@pytest.fixture
-def encoded_pictures() -> list[bytes]:
-    import io
-
-    from PIL import Image
-
-    found = []
-    for shade in (10, 200):
-        buffer = io.BytesIO()
-        Image.new("RGB", (20, 20), (shade, 0, 0)).save(buffer, "PNG")
-        found.append(buffer.getvalue())
-    return found
+    assert CATALOG["vstar"].rows == 191 and title("vstar") == "V*"
 
 
 def test_v_star_stays_out_of_the_five_task_mean() -> None:
@@ -88,7 +75,7 @@ def test_v_star_stays_out_of_the_five_task_mean() -> None:
 
     def rows(wrong: str) -> list[Prediction]:
         return [
-            Prediction(bench=name, question=f"{name}{n}", answer="A", choices=["x", "y"], text="", extracted="A",
+            Prediction(bench=name, question=f"{name}{n}", answer="A", choices=["x", "y"], extracted="A", seed=0,
                        correct=name != wrong, policy="strict", task="t", category="c", latents=8, condition="own")
             for name in names
             for n in range(4)

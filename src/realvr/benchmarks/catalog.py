@@ -154,7 +154,7 @@ _ALL = (
             "The official score is macro; some harnesses print micro. Both are given.",
             "Only the val split has answers.",
             "Labels of Relative_Reflectance were corrected in late 2025, and files do not say which they hold: "
-            "eval.json records a hash of every subtask's labels (sets.blink.labels). Compare runs where it is the same.",
+            "eval.json records a hash of every subtask's labels (sets.blink.labels): compare runs where it agrees.",
         ),
     ),
     *(
