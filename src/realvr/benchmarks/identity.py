@@ -50,7 +50,8 @@ def from_world(path: str | Path, samples: Iterable[Sample]) -> bool:
 
 def has_recipe(path: str | Path) -> bool:
     """Whether the files lie in a folder that ``realvr world make`` wrote: pictures drawn earlier carry no mark."""
-    for folder in list(Path(path).resolve().parents)[:_LEVELS]:
+    here = Path(path).resolve()
+    for folder in (here, *list(here.parents)[:_LEVELS]):
         try:
             if "split" in json.loads((folder / "recipe.json").read_text(encoding="utf-8")):
                 return True
