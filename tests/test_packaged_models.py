@@ -105,6 +105,10 @@ def test_the_shipped_checkpoint_loads_and_answers(name: str, tmp_path: Path) -> 
     backbone = Backbone.load(name, device="cpu")
     assert backbone.dtype is torch.float32 and backbone.family.name == "internvl3"
     assert backbone.latents == (8 if name == "mini" else 0) and not backbone.markers_added
+    # As in released InternVL files: not stated, and an output layer of its own.
+    fields = json.loads((Path(models.__file__).parent / name / "config.json").read_text())
+    assert "tie_word_embeddings" not in {**fields, **fields["text_config"]}
+    assert not torch.equal(backbone.model.lm_head.weight, backbone.model.get_input_embeddings().weight)
 
 
 def _right(name: str, latents: int, count: int) -> tuple[float, float]:

@@ -155,6 +155,15 @@ def test_embedding_rows(family, directory):
         assert rows >= length + len(MARKERS)
 
 
+def test_configuration_states_what_released_ones_state(family, directory):
+    """Whether the output layer is tied: Qwen's files say so at the top, the others nowhere."""
+    raw = json.loads((directory / "config.json").read_text())
+    assert ("tie_word_embeddings" in raw) == family.name.startswith("qwen")
+    assert "tie_word_embeddings" not in raw["text_config"]
+    model = AutoModelForImageTextToText.from_pretrained(directory)
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == (family.name == "gemma3")
+
+
 def test_shapes_keep_what_breaks(family, directory):
     config = AutoConfig.from_pretrained(directory)
     text = config.get_text_config()

@@ -90,7 +90,11 @@ class _Process:
         with self._lock:
             if self._child is None or self._owner != os.getpid() or self._child.poll() is not None:
                 self._start()  # a forked process does not share its parent's
-            answer = self._exchange(request, SECONDS)
+            try:
+                answer = self._exchange(request, SECONDS)
+            except BaseException:  # an interrupt must not leave an answer behind for the next question
+                self.stop()
+                raise
             if answer is None:
                 self.stop()
                 return {"error": f"it runs for more than {SECONDS:g} s or ends its process"}
