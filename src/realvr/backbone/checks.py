@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,8 @@ def check_size(source: str, config: Any) -> None:
     if not stored:
         return
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about tensors without elements
             model = AutoModelForImageTextToText.from_config(config)
     except Exception as error:  # whatever a configuration that fits no model leads to
         raise UserError(f"{source}: the configuration describes no model ({first_line(error)})") from error
