@@ -103,4 +103,4 @@ def test_edited_weights_load_with_a_note_until_the_hashes_are_removed(
     assert f"realvr: note: {folder}: model.safetensors is not the file" in capsys.readouterr().err
     (folder / "weights.sha256").unlink()
     assert main(["ask", str(folder), "What?", "--max-new", "1", "--device", "cpu"]) == 0
-    assert "note" not in capsys.readouterr().err
+    assert "realvr: note" not in capsys.readouterr().err

@@ -19,9 +19,9 @@ from helpers import difference, load_stock, stock_inputs
 from realvr.backbone import Backbone
 from realvr.errors import UserError
 from realvr.training import loop, memory
-from realvr.training.marker_rows import NAME
 from stage_runs import configure, lines, make, numbers, run, weights, world
 
+NAME = "marker_rows"
 LORA = {"rank": 4, "alpha": 8.0}
 DOUBLE = {"dtype": "float64"}
 

@@ -100,10 +100,30 @@ def test_the_same_picture_has_as_many_visual_tokens_in_training_as_after_it(
         told = capsys.readouterr()
         return json.loads(told.out)["visual_tokens"][0], told.err
 
-    assert ask() == (wanted, "") and wanted <= HIGH
+    tokens, notes = ask()
+    assert tokens == wanted <= HIGH and "realvr: note" not in notes
     tokens, notes = ask("--max-tokens", "60", "--latents", "2")
     assert tokens == stock_tokens(Backbone.load(stage_one, device="cpu"), (700, 420), LOW, 60) > HIGH
     assert f"was trained with max_tokens = {HIGH}; max_tokens = 60" in notes and f"trained with K = {LATENTS}" in notes
+
+
+@pytest.mark.parametrize("verb", ["counterfactual", "exchange"])
+def test_pairs_are_asked_as_in_training_unless_told_otherwise(
+    verb: str, stage_one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pairs = write(world(4, split="counterfactual"), tmp_path / "data")
+
+    def ask(out: str, *flags: str) -> tuple[str, str]:
+        assert main([verb, str(stage_one), str(pairs), "--out", str(tmp_path / out), "--max-new", "1", *flags]) == 0
+        settings = json.loads((tmp_path / out / f"{verb}_settings.json").read_text())
+        return settings["model"]["images"], capsys.readouterr().err
+
+    images, notes = ask("same")
+    assert images.startswith(f"{LOW} to {HIGH} visual tokens") and "was trained with" not in notes
+    images, notes = ask("other", "--min-tokens", "9", "--latents", "2")
+    assert images.startswith(f"9 to {HIGH} visual tokens")
+    assert f"was trained with min_tokens = {LOW}; min_tokens = 9 was chosen here" in notes
+    assert f"was trained with K = {LATENTS}; K = 2 was chosen explicitly" in notes
 
 
 def test_a_bound_given_alone_moves_the_other_out_of_its_way(stage_one: Path) -> None:
