@@ -113,6 +113,33 @@ def test_a_template_of_others_renders_as_in_stock(build_tiny: Callable[[str], Pa
         rendering.render(tokenizer, messages, True)
 
 
+def _numbered(number: int) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "text", "text": f"{number}"}]}]
+
+
+def _render_in_child(tokenizer: Any, queue: Any) -> None:
+    queue.put([rendering.render(tokenizer, _numbered(n), True) for n in range(40, 45)])
+
+
+def test_threads_and_forked_processes_get_their_own_answers(build_tiny: Callable[[str], Path]) -> None:
+    import multiprocessing
+    from concurrent.futures import ThreadPoolExecutor
+
+    tokenizer = AutoTokenizer.from_pretrained(build_tiny(FAMILY))
+    tokenizer.chat_template = "<{{ messages[0].content[0].text }}>"
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda n: rendering.render(tokenizer, _numbered(n), True), range(40)))
+    assert found == [f"<{n}>" for n in range(40)]
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    child = context.Process(target=_render_in_child, args=(tokenizer, queue))
+    child.start()
+    assert queue.get() == [f"<{n}>" for n in range(40, 45)]
+    child.join(30)
+    assert child.exitcode == 0
+    assert rendering.render(tokenizer, _numbered(99), True) == "<99>"
+
+
 # ---------------------------------------------------------------------- Thinking variants
 
 SMALL_THINKING = CHAT_TEMPLATES[FAMILY].replace("<|im_start|>assistant\\n", "<|im_start|>assistant\\n<think>\\n")

@@ -84,12 +84,12 @@ class _Process:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[str] | None = None
-        self._owner = 0
+        self._inherited: list[Any] = []
 
     def __call__(self, request: str) -> dict[str, str]:
         with self._lock:
-            if self._child is None or self._owner != os.getpid() or self._child.poll() is not None:
-                self._start()  # a forked process does not share its parent's
+            if self._child is None or self._child.poll() is not None:
+                self._start()
             try:
                 answer = self._exchange(request, SECONDS)
             except BaseException:  # an interrupt must not leave an answer behind for the next question
@@ -100,8 +100,12 @@ class _Process:
                 return {"error": f"it runs for more than {SECONDS:g} s or ends its process"}
             return json.loads(answer)
 
+    def forget(self) -> None:
+        """In a forked process: that of the parent is not to be talked to or waited for, and a lock may be held."""
+        self._inherited.append(self._child)
+        self._lock, self._child = threading.Lock(), None
+
     def _start(self) -> None:
-        self._owner = os.getpid()
         self._child = subprocess.Popen(
             [sys.executable, "-P", "-m", "realvr.backbone.rendering"],
             stdin=subprocess.PIPE,
@@ -134,15 +138,17 @@ class _Process:
             timer.cancel()
 
     def stop(self) -> None:
-        """End the process, where it is ours."""
+        """End the process."""
         child, self._child = self._child, None
-        if child is not None and self._owner == os.getpid():
+        if child is not None:
             child.kill()
             child.communicate()
 
 
 _process = _Process()
 atexit.register(_process.stop)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_process.forget)
 
 
 def _limit_memory() -> None:
