@@ -25,7 +25,7 @@ from realvr.backbone import mini
 from realvr.backbone.families import FAMILIES, Family
 from realvr.backbone.released import as_released, save_weights
 from realvr.backbone.tiny_tokenizer import SPECIALS, build_tokenizer
-from realvr.errors import UserError
+from realvr.errors import UserError, explained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -318,6 +318,9 @@ def build(family: str, size: str, directory: Path, seed: int = 0) -> Path:
             directory.mkdir(exist_ok=True)
             for path in sorted(staging.iterdir(), key=lambda path: path.name == "config.json"):
                 path.replace(directory / path.name)
-    except OSError as error:  # a parent that is a file, no permission, a full disk
-        raise UserError(f"{directory} cannot be written ({error.strerror or error})") from error
+    except Exception as error:  # a parent that is a file, no permission, a full disk: libraries wrap it in their own
+        if explained(error) is None:
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{directory} cannot be written ({reason})") from error
     return directory

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -93,5 +94,6 @@ class Store:
         self._note(new)
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file. Everything was synced when it was appended: what fails now failed then."""
+        with suppress(OSError):
+            self._file.close()

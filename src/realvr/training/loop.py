@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from realvr.errors import UserError, out_of_memory
+from realvr.errors import UserError, explained, out_of_memory
 from realvr.files import sync
 from realvr.runlock import hold
 from realvr.training import configuration, memory
@@ -254,8 +253,11 @@ def export(task: Task, settings: TrainSettings, engine: Engine, metrics: dict[st
         if engine.main:
             task.export(partial)
             _publish(partial, final, old, settings, metrics)
-    except (OSError, SafetensorError) as error:
-        problem = getattr(error, "strerror", None) or str(error)
+    except Exception as error:
+        if explained(error) is None:
+            raise
+        problem = getattr(error, "strerror", None) or " ".join(str(error).split())
+        shutil.rmtree(partial, ignore_errors=True)
     problems = [text for text in engine.gather_objects(problem) if text]
     if problems:
         raise UserError(f"{final} could not be written ({problems[0]}); the same command tries again")

@@ -66,9 +66,9 @@ class Tracker:
         self._metrics = (self.out / "metrics.jsonl").open("a", encoding="utf-8")
         self._completions = (self.out / "completions.jsonl").open("a", encoding="utf-8")
         if self.settings.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+            from realvr.training.board import Board
 
-            self._board = SummaryWriter(str(self.out / "tensorboard"), purge_step=step + 1)
+            self._board = Board(self.out / "tensorboard", step + 1)
         if self.settings.console and self.console.is_terminal:
             columns = (
                 BarColumn(bar_width=20),
@@ -93,8 +93,7 @@ class Tracker:
         self.last = {"step": step, **{name: _finite(value) for name, value in metrics.items()}}
         self._write(self._metrics, {**self.last, "seconds": round(seconds, 6), "time": round(time.time(), 3)})
         if self._board is not None:
-            for name, value in metrics.items():
-                self._board.add_scalar(name, value, step)
+            self._board.add(step, metrics)
         line = self._line(metrics, step)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, line=line)
