@@ -40,7 +40,7 @@ likely to be a mistake of ours."""
 
 _NO_MEMORY = re.compile(
     r"can't allocate memory|cannot allocate memory|not enough memory|out of memory|bad_alloc|bad allocation"
-    r"|can't start new thread|DefaultCPUAllocator",
+    r"|can't start new thread|DefaultCPUAllocator|could not create a primitive",
     re.IGNORECASE,
 )
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how libraries written in Rust report it
@@ -70,5 +70,6 @@ def explained(error: BaseException) -> UserError | None:
         number = int(found[1])
     if number not in _ADVICE:
         return explained(error.__cause__) if error.__cause__ is not None else None
-    place = os.fsdecode(path) if isinstance(path, str | bytes) else "a file"
+    # Our own writers name their file.
+    place = os.fsdecode(path) if isinstance(path, str | bytes) else "standard output, or a file of a library"
     return UserError(f"{place}: {os.strerror(number)}: {_ADVICE[number]}")

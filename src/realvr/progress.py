@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import sys
 import threading
@@ -66,7 +67,7 @@ class Ticker:
         self._last = time.monotonic()
         if self._active:
             _active.append(self)
-            threading.Thread(target=self._run, daemon=True, name="progress").start()
+            _thread.start_new_thread(self._run, ())  # threading would wait for ever for one that finds no memory
         return self
 
     def __exit__(

@@ -9,6 +9,7 @@ owner: rank 0 holds the lock. No torch.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import json
 import os
@@ -125,7 +126,7 @@ class RunLock:
                 time.sleep(0.05)
         finally:
             temporary.unlink(missing_ok=True)
-        threading.Thread(target=self._beat, daemon=True, name="run lock").start()
+        _thread.start_new_thread(self._beat, ())  # threading would wait for ever for one that finds no memory
 
     def _create(self, temporary: Path) -> bool:
         """Make the lock where there is none: whole or not at all, by one process of many."""

@@ -23,7 +23,7 @@ CONFIG is a YAML file (configs/ holds the paper's). Every setting can be changed
 --dry-run builds one batch, prints its shapes and a memory estimate, and trains nothing.
 --resume is short for --checkpoint.resume.
 --take-over takes run.out from a run on another machine that is gone for certain.
-Several GPUs: accelerate launch --num-processes 8 -m realvr train {kind} CONFIG
+Several processes: torchrun --standalone --nproc-per-node 2 -m realvr train {kind} CONFIG
 
 Examples:
   realvr train {kind} my.yaml --dry-run
