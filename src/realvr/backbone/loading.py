@@ -18,7 +18,7 @@ from realvr.backbone.backbone import Backbone, Markers
 from realvr.backbone.checks import (
     REMEDY,
     check_files,
-    check_layers,
+    check_numbers,
     check_size,
     check_template,
     check_vocabulary,
@@ -158,7 +158,7 @@ def read_config(source: str) -> tuple[Any, Family]:
     if Path(source).is_dir():
         fields = read_json(config_file, REMEDY)
         _refuse_unsupported(source, fields.get("model_type"))
-        check_layers(config_file, fields)
+        check_numbers(config_file, fields)
     try:
         config = AutoConfig.from_pretrained(source)
     except Exception as error:  # whatever a damaged file leads to
