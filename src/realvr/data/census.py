@@ -27,7 +27,7 @@ from realvr.errors import UserError
 
 SHOWN = 3
 """How many changed files or images a message names."""
-_THREADS = 16
+_THREADS, _PART = 16, 256
 _RACY_NS = 2_000_000_000  # an edit this soon after the last one may leave the modification time as it was
 _ABSENT = (-1, -1)
 
@@ -121,8 +121,9 @@ def image_stats(paths: Sequence[str]) -> NDArray[np.int64]:
             return _ABSENT
         return found.st_size, found.st_mtime_ns
 
+    parts = [paths[start : start + _PART] for start in range(0, len(paths), _PART)]
     with ThreadPoolExecutor(_THREADS) as pool:  # a network file system answers many at once as fast as one
-        found = list(pool.map(stat, paths, chunksize=256))
+        found = [pair for part in pool.map(lambda part: [stat(path) for path in part], parts) for pair in part]
     return np.array(found, dtype=np.int64).reshape(-1, 2)
 
 
