@@ -177,7 +177,9 @@ def _resume(window: _Window, known: _Known, damage: str) -> Element:
         if match is None:
             brace = window.text.rfind("{", at)
             at = len(window.text) if brace < 0 or len(window.text) - brace > LONGEST else brace
-            at = _forget(window, at)
+            back = max(0, at - BEHIND)
+            window.drop(back)
+            at -= back
             if not window.more():
                 break
             continue
@@ -189,17 +191,9 @@ def _resume(window: _Window, known: _Known, damage: str) -> Element:
             return Element(damage=damage)
         else:
             at = max(end, match.start() + 1)
-            at = _forget(window, at) if at > CHUNK else at
     closed = window.text.rstrip().endswith("]")
     window.at = len(window.text)
     return Element(damage=damage, last=True, truncated=not closed)
-
-
-def _forget(window: _Window, at: int) -> int:
-    """Drop the text before ``at``, less what tells what the next object is; returns where ``at`` is now."""
-    back = max(0, at - BEHIND)
-    window.drop(back)
-    return at - back
 
 
 def _judge(window: _Window, match: re.Match[str], known: _Known) -> tuple[str, int]:
