@@ -106,6 +106,15 @@ def test_two_damaged_rows_side_by_side_are_two(tmp_path: Path) -> None:
     assert found == ["r0", "r1", "r4", "r5"] and report.dropped == {"json_invalid": 2}
 
 
+def test_the_first_row_is_damaged_and_the_second_begins_differently(tmp_path: Path) -> None:
+    rows = [json.loads(lvr_row(k)) for k in range(4)]
+    rows[1] = {"conversations": rows[1]["conversations"], "image": "a.png", "id": "r1"}
+    parts = [json.dumps(row).encode() for row in rows]
+    parts[0] = parts[0].replace(b"a.png", b'a"png')
+    found, report = lvr(tmp_path, b"[" + b", ".join(parts) + b"]")
+    assert found == ["r1", "r2", "r3"] and report.dropped == {"json_invalid": 1}
+
+
 def test_brackets_that_the_list_lost_or_gained(tmp_path: Path) -> None:
     rows = [lvr_row(k) for k in range(4)]
     names = ["r0", "r1", "r2", "r3"]

@@ -169,8 +169,8 @@ def _after_space(text: str, at: int) -> int:
 def _resume(window: _Window, known: _Known, damage: str) -> Element:
     """Move from a damaged element to the next one, keeping no more of the file than is needed to recognise it."""
     window.drop(window.at)
-    if not known.first and (own := _OBJECT.match(window.text)):
-        known = _Known({own[1]}, {own[1]})
+    own = _OBJECT.match(window.text)
+    begins = known.first or ({own[1]} if own else set())
     at = 1
     while True:
         match = _OBJECT.search(window.text, at)
@@ -183,7 +183,7 @@ def _resume(window: _Window, known: _Known, damage: str) -> Element:
             if not window.more():
                 break
             continue
-        verdict, end = _judge(window, match, known)
+        verdict, end = _judge(window, match, known, begins)
         if verdict == "cut":
             window.more()
         elif verdict == "element":
@@ -196,30 +196,31 @@ def _resume(window: _Window, known: _Known, damage: str) -> Element:
     return Element(damage=damage, last=True, truncated=not closed)
 
 
-def _judge(window: _Window, match: re.Match[str], known: _Known) -> tuple[str, int]:
+def _judge(window: _Window, match: re.Match[str], known: _Known, begins: set[str]) -> tuple[str, int]:
     """Whether the object at ``match`` is an ``element`` of the whole list, or ``other``, and then where to look on;
-    ``cut`` if the window is too small to tell."""
+    ``cut`` if the window is too small to tell. ``begins``: keys that elements begin with."""
     text, at = window.text, match.start()
     before = text[max(0, at - BEHIND) : at].rstrip()
     if before.endswith(":") or (before.endswith("[") and not before[:-1].rstrip().endswith("]")):
         return "other", at  # the value of a key, or the first object of a list inside an element
-    begins = match[1] in known.first
+    damaged = ("element" if match[1] in begins | known.any else "other"), at
     try:
         value, end = _decode(text, at)
     except RecursionError:
-        return ("element" if begins else "other"), at
+        return damaged
     except ValueError as error:
         if not window.ended and len(text) - at < LONGEST and _cut_short(error, text):
             return "cut", at
-        return ("element" if begins else "other"), at  # damaged too
-    if known.first and not begins and not known.resembles(value):
+        return damaged
+    alike = match[1] in begins
+    if known.first and not alike and not known.resembles(value):
         return "other", end
     place, after = _place(window, at, end)
     if place == "cut":
         return "cut", at
     if place == "inside":
         return "other", after
-    return ("element" if begins or place == "outside" or not known.first else "other"), end
+    return ("element" if alike or place == "outside" or not begins else "other"), end
 
 
 def _place(window: _Window, at: int, end: int) -> tuple[str, int]:

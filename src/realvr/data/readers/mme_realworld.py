@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -124,7 +125,9 @@ def _written_list(text: str) -> list[object]:
     if _QUOTED.sub("", text).strip("[], \t\r\n"):
         raise BadRow(reasons.CHOICES_MALFORMED, f"{LISTED!r} is no list of texts: {text!r:.60}")
     try:
-        return [ast.literal_eval(part) for part in parts]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an escape that Python does not know stays as it is
+            return [ast.literal_eval(part) for part in parts]
     except (ValueError, SyntaxError) as error:
         raise BadRow(reasons.CHOICES_MALFORMED, f"{LISTED!r} cannot be read: {error}") from None
 
