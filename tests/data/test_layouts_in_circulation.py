@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import csv
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from realvr.data.detect import detect
-from realvr.data.readers.base import ReadOptions
+from realvr.data.readers.base import ReadOptions, parse_boxes, split_options
+from realvr.data.readers.conversation import answer_of
 from realvr.data.readers.vstar import split_text
 from realvr.data.reading import Report, read
 from realvr.data.reasons import BadRow, FileError
-from realvr.data.sample import Sample
+from realvr.data.sample import Sample, strip_image_tags
 
 DECODE = ReadOptions(check_images="decode")
 
@@ -231,3 +233,13 @@ def test_mmvp_options_without_letters(tmp_path: Path) -> None:
     (sample,) = read(tmp_path / "Questions.csv", "mmvp", ReadOptions(check_images="none"), report)
     assert sample.id == "3"
     assert report.dropped == {"choices_malformed": 1, "choices_equal": 1, "field_type": 1}
+
+
+def test_long_runs_of_anything_take_linear_time() -> None:
+    """Each of these took minutes where a pattern tried every beginning and every end."""
+    began, size = time.perf_counter(), 200_000
+    assert strip_image_tags("<image>a" + " " * size + "b <image>\n<image>")[1] == 3
+    assert parse_boxes("[" + "1" * size) == []
+    assert split_options("Q?\n(A) x" + " " * size + "y\n(B) z", "B")[1][1] == "z"
+    assert answer_of("<answer>a</answer>" + "<answer>" * size)[0] == "a"
+    assert time.perf_counter() - began < 10

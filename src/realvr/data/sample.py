@@ -237,7 +237,12 @@ def strip_image_tags(text: str, start: int = 1) -> tuple[str, int]:
     head = re.match(r"(?:\s*<image>)*\s*", text)
     rest = text[head.end() :] if head else text
     skipped = count - len(_IMAGE_TAG.findall(rest))
-    rest = re.sub(r"(?:\s*<image>)+\s*\Z", "", rest)
+    end = len(rest.rstrip())
+    while rest.endswith("<image>", 0, end):  # not a pattern: those take quadratic time on long white space
+        end -= len("<image>")
+        while end and rest[end - 1].isspace():
+            end -= 1
+    rest = rest[:end]
     number = start + skipped - 1
 
     def name(_: re.Match[str]) -> str:
