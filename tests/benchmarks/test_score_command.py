@@ -154,7 +154,7 @@ def test_what_cannot_be_scored_is_said(tmp_path: Path, capsys: pytest.CaptureFix
         (["score", str(tmp_path / "nowhere")], "not a folder"),
         (["score", str(empty)], "no predictions.jsonl"),
         (["score", str(hollow)], "predictions are empty"),
-        (["score", str(broken)], "eval.json: not the record"),
+        (["score", str(broken)], "eval.json: a JSON object is expected"),
         (["score", str(folder), "--policy", "best"], "'best' is not an extraction policy"),
         (["score", str(folder), "--beside", "ReaLVR"], "not a published row"),
         (["score", str(folder), "--resamples", "0"], "--resamples is 0"),

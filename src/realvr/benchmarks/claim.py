@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 RECORD = "eval.json"
 _COMPARED = ("responder", "benches", "settings")
+_SECTIONS = (*_COMPARED, "expected", "versions", "run", "sets")
 
 
 def claim(directory: Path, record: Mapping[str, Any]) -> bool:
@@ -59,7 +60,15 @@ def _extend(path: Path, now: Mapping[str, Any]) -> None:
 
 def read_record(directory: str | Path) -> dict[str, Any]:
     """The record of a directory."""
-    return read_json(Path(directory) / RECORD)
+    path = Path(directory) / RECORD
+    record = read_json(path)
+    inside = [(name, record[name]) for name in _SECTIONS if name in record]
+    benches = record.get("benches")
+    inside += [(f"benches.{name}", facts) for name, facts in benches.items()] if isinstance(benches, dict) else []
+    for name, value in inside:
+        if not isinstance(value, dict):
+            raise UserError(f"{path}: damaged ({name} is no object); name another --out")
+    return record
 
 
 def _fixed(record: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ import csv
 import io
 import json
 import os
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ class Journal:
         self.key = key
         self.records = read_records(path, key) if path.exists() else []
         self.done = {key(record) for record in self.records}
+        self.continued = bool(self.records)
+        """Whether an earlier run wrote some of the records."""
         if path.exists():
             trim(path)
 
@@ -52,6 +55,19 @@ class Journal:
         self.done |= {self.key(record) for record in fresh}
 
 
+@contextmanager
+def summarising(*journals: Journal) -> Iterator[None]:
+    """Around the summary of records: one that an earlier run did not write so is the file's fault, not ours."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        files = ", ".join(str(journal.path) for journal in journals if journal.continued)
+        if not files:
+            raise
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{files}: a record is damaged ({what}); delete its line to run it again") from error
+
+
 def read_records(path: Path, key: Callable[[Record], Hashable]) -> list[Record]:
     """Whole lines of a record file, in order; of records with the same key the first stands."""
     found: dict[Hashable, Record] = {}
@@ -62,7 +78,7 @@ def read_records(path: Path, key: Callable[[Record], Hashable]) -> list[Record]:
             try:
                 record = json.loads(line)
                 found.setdefault(key(record), record)
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 raise UserError(
                     f"{path}, line {number}: not a record ({error}); delete the line to run it again"
                 ) from None

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from realvr.benchmarks import counterfactual_summary, exchange_summary
 from realvr.benchmarks.extract import POLICIES
-from realvr.benchmarks.pair_files import Journal, Record, claim, write_csv
+from realvr.benchmarks.pair_files import Journal, Record, claim, summarising, write_csv
 from realvr.benchmarks.pair_numbers import controls_line
 from realvr.benchmarks.pairs import Pair, PairReport, fingerprint, read_pairs, unrelated
 from realvr.benchmarks.tables import wide_console
@@ -102,8 +102,9 @@ def counterfactual(
             with Bar("distances", len(pairs)) as bar:
                 measure_all(responder.backbone, pairs, unrelated(pairs), moved, count, batch, bar.advance)
         kept = {pair.id for pair in pairs}
-        summary = counterfactual_summary.summarise_pairs(_of(answers, kept), _of(moved, kept))
-        report = counterfactual_summary.report(summary, model)
+        with summarising(answers, moved):
+            summary = counterfactual_summary.summarise_pairs(_of(answers, kept), _of(moved, kept))
+            report = counterfactual_summary.report(summary, model)
         _write(
             out, "counterfactual", summary | {"settings": settings}, report, counterfactual_summary.csv_rows(summary)
         )
@@ -183,8 +184,9 @@ def exchange(
         journal = Journal(out / "exchange.jsonl", exchange_summary.record_key)
         with Bar("pairs", len(changed)) as bar:
             exchange_all(responder.backbone, changed, unrelated(changed), journal, options, bar.advance)
-        summary = exchange_summary.summarise_exchange(journal.records)
-        report = exchange_summary.report(summary, model)
+        with summarising(journal):
+            summary = exchange_summary.summarise_exchange(journal.records)
+            report = exchange_summary.report(summary, model)
         _write(out, "exchange", summary | {"settings": settings}, report, exchange_summary.csv_rows(summary))
         _show(exchange_summary.HEADER, exchange_summary.table_rows(summary), model, out)
         _tell_controls(summary)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from realvr.errors import UserError
 
@@ -81,7 +81,21 @@ def json_line(row: dict[str, Any]) -> str:
     return text
 
 
-_NAMES = {item.name for item in fields(Prediction)}
+_TYPES = get_type_hints(Prediction)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value of a file has the type of its field."""
+    inner = get_args(kind)
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in inner
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(_fits(item, inner[1]) for item in value.values())
+    if inner:  # X | None
+        return any(_fits(value, one) for one in inner)
+    return type(value) is kind or (kind is float and type(value) is int)
 
 
 def read_predictions(path: str | Path) -> Iterator[Prediction]:
@@ -108,8 +122,11 @@ def read_predictions(path: str | Path) -> Iterator[Prediction]:
 def _prediction(line: bytes, path: Path, number: int) -> Prediction:
     try:
         row: dict[str, Any] = json.loads(line)
-        return Prediction(**{name: value for name, value in row.items() if name in _NAMES})
-    except (ValueError, TypeError, AttributeError) as error:
+        known = {name: value for name, value in row.items() if name in _TYPES}
+        if odd := [name for name, value in known.items() if not _fits(value, _TYPES[name])]:
+            raise ValueError(f"{odd[0]} is {str(known[odd[0]])[:60]!r}")
+        return Prediction(**known)
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}, line {number}: not a prediction ({error}); delete the line to ask again") from None
 
 

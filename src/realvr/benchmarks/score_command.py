@@ -12,6 +12,7 @@ import tyro
 
 from realvr.benchmarks import tables
 from realvr.benchmarks.aggregation import aggregate
+from realvr.benchmarks.claim import RECORD, read_record
 from realvr.benchmarks.comparison import compare as compare_runs
 from realvr.benchmarks.identity import record_sets, renamed
 from realvr.benchmarks.published import benchmark_row
@@ -20,7 +21,6 @@ from realvr.benchmarks.scoring import summarise
 from realvr.benchmarks.summary_files import write_summary
 from realvr.errors import UserError
 
-RECORD = "eval.json"
 _PATTERN = f"{Path(PREDICTIONS).stem}*.jsonl"
 
 
@@ -161,7 +161,7 @@ def record_of(run: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        record = json_module.loads(path.read_text(encoding="utf-8"))
+        record = read_record(run)
         latents = (record.get("responder") or {}).get("latents")
         benches, sets = record.get("benches") or {}, record.get("sets") or {}
         names = renamed(benches, sets)

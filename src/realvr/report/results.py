@@ -118,6 +118,6 @@ def read_steps(path: Path) -> list[Json]:
         try:
             step = json.loads(line)
             steps.append(step | {"step": int(step["step"])})
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
             raise UserError(f"{path}, line {number}: not the metrics of a step ({error}); delete the line") from None
     return steps
