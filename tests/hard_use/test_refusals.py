@@ -144,11 +144,19 @@ def test_something_else_where_a_file_should_be(inside: str, place: Place, tmp_pa
 def test_too_little_memory(name: str, place: Place, tmp_path: Path) -> None:
     """An address space with next to nothing left, at three moments."""
 
+    held: list[bytearray] = []  # in the forked process only
+
     def limited(megabytes: int) -> Callable[[], None]:
         def limit() -> None:
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             most = used + megabytes * 2**20
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
+            # What earlier tests left free inside this process must not help.
+            try:
+                while True:
+                    held.append(bytearray(2**20))
+            except MemoryError:
+                del held[-megabytes:]
 
         return limit
 
