@@ -37,7 +37,8 @@ class Forked:
             os.setsid()
             for number, path in ((1, self.out), (2, self.err)):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+            sys.stdout = os.fdopen(1, "w")
+            sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace")  # as Python opens it
             if before is not None:
                 before()
             code = main(args)
