@@ -110,6 +110,19 @@ def test_absolute_paths_need_the_root_as_image_folder(
     assert main(["data", "check", str(file), "--images", "/"]) == 0
 
 
+def test_a_path_that_climbs_out_names_its_own_way_out(
+    tmp_path: Path, encoded, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not that of absolute paths, which does not help here."""
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "a.png").write_bytes(encoded())
+    file = write_rows(tmp_path / "rows" / "x.jsonl", [[0, 0, 1, 1]], image="../a.png")
+    assert main(["data", "check", str(file)]) == 1
+    assert "write it without .., relative to a folder above all images" in capsys.readouterr().out
+    file = write_rows(tmp_path / "rows" / "x.jsonl", [[0, 0, 1, 1]], image="a.png")
+    assert main(["data", "check", str(file), "--images", str(tmp_path)]) == 0
+
+
 # ---------------------------------------------------------------------- meta files
 
 
@@ -162,3 +175,6 @@ def test_training_does_not_lose_a_listed_file(tree: Path, capsys: pytest.Capture
     assert main(["train", "sft", str(config), "--optim.steps", "1", "--optim.batch", "1"]) == 2
     said = capsys.readouterr().err
     assert "listed_path_escapes" in said and "--data.sources.0.images /" in said
+    assert main(["data", "check", str(meta)]) == 1, "as training does"
+    assert "a listed file is lost with all its rows" in capsys.readouterr().err
+    assert main(["data", "check", str(meta), "--max-dropped", "1"]) == 0

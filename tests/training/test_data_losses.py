@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import shutil
 import subprocess
 import time
@@ -98,6 +99,50 @@ def test_missing_images_are_known_before_the_first_step(
     config = str(config_file(configure("sft", trained, data, tmp_path / "half"), tmp_path / "config.yaml"))
     assert main(["train", "sft", config]) == 2
     assert "4 of 8 rows usable" in (said := capsys.readouterr().err) and "--data.sources.0.images FOLDER" in said
+
+
+def test_exactly_the_allowed_share_may_be_dropped(trained: Path, tmp_path: Path) -> None:
+    """In floating point 1 - 7 / 10 is above 0.3. `data check` and training agree."""
+    data = mixed_file(tmp_path / "data", 7, 3)
+    config = str(config_file(configure("sft", trained, data, tmp_path / "run"), tmp_path / "config.yaml"))
+    assert main(["data", "check", str(data), "--max-dropped", "0.3"]) == 0
+    assert main(["train", "sft", config, "--data.max-dropped", "0.3"]) == 0
+
+
+def test_the_check_that_is_named_reads_as_training_does(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the source's own switches it would list other rows, for other reasons."""
+    data = mixed_file(tmp_path / "data")
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    absolute = [row | {"images": [str(data.parent / row["images"][0])]} for row in rows]
+    moved = tmp_path / "rows.d" / "rows.jsonl"
+    moved.parent.mkdir()
+    moved.write_text("".join(json.dumps(row) + "\n" for row in absolute))
+    raw = configure("sft", trained, moved, tmp_path / "run")
+    raw["data"]["sources"][0]["images"] = "/"
+    assert main(["train", "sft", str(config_file(raw, tmp_path / "config.yaml"))]) == 2
+    named = capsys.readouterr().err.split("`")[1]
+    quarantine = tmp_path / "bad.jsonl"
+    words = [str(quarantine) if word == "bad.jsonl" else word for word in shlex.split(named)]
+    assert words[:3] == ["realvr", "data", "check"] and main(words[1:]) == 1
+    listed = [json.loads(line)["reason"] for line in quarantine.read_text().splitlines()]
+    assert listed == ["box_in_pixels"] * BAD
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("sft", "pack_tokens"), ("rl", "max_prompt")])
+@pytest.mark.parametrize(("rows", "drawn"), [(3, range(4, 40)), (300, range(200, 240))])
+def test_a_run_without_a_row_that_fits_says_what_to_change(
+    kind: str, limit: str, rows: int, drawn: range, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Soon, too: a large source is not encoded to its end first."""
+    data = mixed_file(tmp_path / "data", rows, 0)
+    config = str(config_file(configure(kind, trained, data, tmp_path / "run"), tmp_path / "config.yaml"))
+    assert main(["train", kind, config, f"--{limit.replace('_', '-')}", "8"]) == 2
+    said = capsys.readouterr().err
+    assert "too_long" in said and f"raise {limit}" in said and f"{data}, row" in said and "{" not in said
+    encoding = record(tmp_path / "run")["encoding"]
+    assert encoding["drawn"] in drawn and encoding["rejected"] == {"too_long": encoding["drawn"]}
 
 
 def damage(data: Path, count: int) -> None:

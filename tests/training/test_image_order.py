@@ -214,5 +214,6 @@ def test_training_counts_a_box_on_an_image_that_no_turn_shows(seen: Stock) -> No
     hidden = sample([[2, 1]], (0, LAST))
     assert encoder.sequence(hidden) is None and encoder.prompt(hidden) is None
     assert encoder.rejected == {"box_not_shown": 2}
+    assert "which no turn shows" in encoder.draws.first["box_not_shown"], "the loop prints where a reason was met first"
     with pytest.raises(UserError, match=r"box 1 is on image 0 \(0.png\), which no turn shows"):
         rule.prompt_boxes(hidden)

@@ -10,7 +10,7 @@ import hashlib
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,12 +50,7 @@ class SourceCensus:
 
     @property
     def dropped_share(self) -> float:
-        return 1 - self.usable / self.rows if self.rows else 1.0
-
-    @property
-    def files_lost(self) -> bool:
-        """Whether a whole listed file is missing: it counts as one row, whatever it held."""
-        return any(reason in reasons.LISTED_FILE_LOST for reason in self.dropped)
+        return dropped_share(self.rows, self.usable)
 
     def line(self) -> str:
         """In words, for example ``train.jsonl: 9 of 159 rows usable, 7 with evidence boxes; dropped: 150
@@ -103,6 +98,24 @@ def count(path: str, samples: Sequence[Sample], report: Report, missing: set[str
         path, report.rows, len(kept), with_boxes, dict(dropped), dict(report.repaired), first, dict(report.boxes)
     )
     return kept, found
+
+
+def dropped_share(rows: int, usable: int) -> float:
+    """Share of the rows that cannot be used; 1 where there is no row."""
+    return (rows - usable) / rows if rows else 1.0  # 1 - usable / rows would make 3 of 10 more than 0.3
+
+
+def too_much_lost(rows: int, usable: int, dropped: Iterable[str], most: float, option: str) -> str | None:
+    """Why an input is refused that may lose at most a share ``most`` of its rows, as ``option`` says; None where it is
+    not."""
+    share = dropped_share(rows, usable)
+    if not usable:
+        return "no row can be used"
+    if share > most:
+        return f"{share:.1%} of its rows dropped, {option} allows {most:.1%}"
+    if most < 1 and any(reason in reasons.LISTED_FILE_LOST for reason in dropped):
+        return "a listed file is lost with all its rows"
+    return None
 
 
 def distinct_images(samples: Sequence[Sample]) -> list[str]:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from realvr.backbone.families import FAMILIES
 from realvr.backbone.types import Grid
-from realvr.data import overlay, reasons
+from realvr.data import census, overlay, reasons
 from realvr.data.boxes import preview_grid
 from realvr.data.detect import detect, format_named
 from realvr.data.export import write
@@ -122,15 +122,17 @@ def _check(
 
 def _over(entry: dict[str, Any], most: float) -> bool:
     """Whether an input lost more rows than allowed, or all of them."""
-    return "error" not in entry and (not entry["ok"] or entry["ok"] < (1 - most) * entry["rows"])
+    return "error" not in entry and _why_over(entry, most) is not None
+
+
+def _why_over(entry: dict[str, Any], most: float) -> str | None:
+    return census.too_much_lost(entry["rows"], entry["ok"], entry["dropped"], most, "--max-dropped")
 
 
 def _too_many(entry: dict[str, Any], most: float) -> str:
     ways = "; ".join(reasons.ways_out(entry["dropped"], "--"))
-    share = f"{1 - entry['ok'] / entry['rows']:.1%}" if entry["rows"] else "all"
-    return f"{entry['path']}: {share} of its rows dropped, --max-dropped allows {most:.1%}" + (
-        f". {ways}" if ways else ""
-    )
+    text = f"{entry['path']}: {_why_over(entry, most)}"
+    return f"{text}. {ways}" if ways else text
 
 
 def _check_one(

@@ -221,10 +221,9 @@ class BaseTask:
         self.encoder.draws = Draws(len(drawn))  # of this step alone: another process may make the next
         found = [rows for rows in (self._encode(place) for place in drawn) if rows is not None]
         if len(found) <= len(drawn) - size:  # a microbatch would be empty
-            raise UserError(
-                f"step {step + 1}: {len(drawn) - len(found)} of {len(drawn)} examples cannot be used: "
-                f"{dict(self.encoder.rejected)}"
-            )
+            draws = self.encoder.draws
+            first = next(iter(draws.first.values()))
+            raise UserError(f"step {step + 1}: too few rows for its microbatches: {draws.line()} (first: {first})")
         made = [self._batch(found[i : i + size], generator) for i in range(0, len(found), size)]
         if self.settings.data.workers:
             for batch in made:

@@ -13,7 +13,8 @@ from realvr.errors import UserError
 from realvr.files import write_json
 from realvr.training.engine import Engine
 from realvr.training.settings import TrainSettings
-from realvr.training.sources import RECORD, TrainingData, above
+from realvr.training.sources import RECORD, TrainingData, above, check_command
+from realvr.training.task import Ranks
 
 TOO_LONG = "too_long"
 UNREADABLE_IMAGE = "unreadable_image"
@@ -62,6 +63,41 @@ class Draws:
         return f"{self.rejected.total():,} of {self.drawn:,} rows drawn could not be encoded: {reasons}"
 
 
+def over(draws: Draws, most: float) -> bool:
+    """Whether more rows failed than a share ``most``, judged once enough were drawn."""
+    return draws.drawn >= ENOUGH and draws.rejected.total() > most * draws.drawn
+
+
+def of_all_ranks(ranks: Ranks, draws: Draws) -> Draws:
+    """The draws of all ranks, each of which calls this."""
+    total = Draws()
+    for part in ranks.gather_objects(draws):
+        total.add(part)
+    return total
+
+
+def too_many(draws: Draws, settings: TrainSettings, when: str) -> UserError:
+    """Why a run stops over rows that cannot be encoded, and the ways out."""
+    share, most = draws.rejected.total() / draws.drawn, settings.data.max_dropped
+    worst = draws.rejected.most_common(1)[0][0]
+    ways = [text for reason, text in _remedies(settings).items() if reason in draws.rejected]
+    verdict = "none can be used"
+    if share < 1:
+        verdict = f"that is {share:.1%}, data.max_dropped allows {most:.1%}"
+        ways.append(f"--data.max-dropped {above(share)} trains on the others")
+    return UserError(f"stopped {when}: {draws.line()} (first: {draws.first[worst]}); {verdict}. {'; '.join(ways)}")
+
+
+def _remedies(settings: TrainSettings) -> dict[str, str]:
+    limit = next((name for name in ("pack_tokens", "max_prompt") if hasattr(settings, name)), None)
+    checks = ", ".join(f"`{check_command(source)}`" for source in settings.data.sources)
+    return {
+        TOO_LONG: f"raise {limit}, or lower model.max_tokens" if limit else "lower model.max_tokens",
+        UNREADABLE_IMAGE: f"{checks} opens every image",
+        EMPTY_ANSWER: "answers must name one of the options, or hold at least one letter or digit",
+    }
+
+
 @runtime_checkable
 class ReadsData(Protocol):
     """A task that draws rows from files."""
@@ -90,41 +126,19 @@ class DataRecord:
         before = set(self.draws.rejected)
         self.draws = self._of_all_ranks()
         new = [reason for reason in self.draws.rejected if reason not in before]
-        if (
-            self.draws.drawn >= ENOUGH
-            and self.draws.rejected.total() > self.settings.data.max_dropped * self.draws.drawn
-        ):
+        if over(self.draws, self.settings.data.max_dropped):
             self.write(step)
-            raise UserError(self._too_many(step))
+            raise too_many(self.draws, self.settings, f"after step {step}")
         return [f"step {step}: a row could not be encoded: {reason} ({self.draws.first[reason]})" for reason in new]
 
+    def failed(self, step: int) -> None:
+        """Write what is known after a step that failed: the draws of this process, as the others may be gone."""
+        if self.task is not None and self.engine.world == 1:
+            self.draws = self.task.draws
+        self.write(step)
+
     def _of_all_ranks(self) -> Draws:
-        total = Draws()
-        if self.task is not None:
-            for part in self.engine.gather_objects(self.task.draws):
-                total.add(part)
-        return total
-
-    def _too_many(self, step: int) -> str:
-        draws, allowed = self.draws, self.settings.data.max_dropped
-        share = draws.rejected.total() / draws.drawn
-        worst = draws.rejected.most_common(1)[0][0]
-        ways = [text for reason, text in self._remedies().items() if reason in draws.rejected]
-        ways.append(f"--data.max-dropped {above(share)} trains on the others")
-        return (
-            f"stopped after step {step}: {draws.line()} (first: {draws.first[worst]}); that is {share:.1%}, "
-            f"data.max_dropped allows {allowed:.1%}. {'; '.join(ways)}"
-        )
-
-    def _remedies(self) -> dict[str, str]:
-        limit = next((name for name in ("pack_tokens", "max_prompt") if hasattr(self.settings, name)), None)
-        paths = " ".join(source.path for source in self.settings.data.sources)
-        longer = f"raise {limit}, or lower model.max_tokens" if limit else "lower model.max_tokens"
-        return {
-            TOO_LONG: longer,
-            UNREADABLE_IMAGE: f"`realvr data check {paths} --quarantine bad.jsonl` opens every image",
-            EMPTY_ANSWER: "answers must name one of the options, or hold at least one letter or digit",
-        }
+        return of_all_ranks(self.engine, self.task.draws) if self.task is not None else Draws()
 
     def write(self, step: int) -> None:
         """Write ``data.json`` from the main process."""

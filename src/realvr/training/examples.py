@@ -131,8 +131,8 @@ class Encoder:
 
     def _fitting(self, sample: Sample, more: Any) -> tuple[Prompt | None, np.ndarray]:
         """Largest images with which prompt and what follows it fit the limit; and the targets on these images."""
-        if unshown_box(sample) is not None:
-            self.rejected[reasons.BOX_NOT_SHOWN] += 1
+        if (problem := unshown_box(sample)) is not None:
+            self.draws.reject(reasons.BOX_NOT_SHOWN, f"{sample.source or sample.id}: {problem}")
             return None, np.empty(0, dtype=np.int64)
         try:
             opened = [image.open() for image in sample.images]

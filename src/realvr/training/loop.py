@@ -58,7 +58,11 @@ def _train(task: Task, settings: TrainSettings, engine: Engine) -> int:
         run, record = _Run(task, settings, engine, tracker, progress), DataRecord(task, settings, engine)
         record.write(progress.step)
         while progress.step < settings.optim.steps:
-            run.step()
+            try:
+                run.step()
+            except UserError:
+                record.failed(progress.step)
+                raise
             for line in record.after_step(progress.step):
                 tracker.note(line)
             stop = engine.any(stopping.wanted)

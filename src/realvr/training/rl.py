@@ -28,7 +28,7 @@ from realvr.latent.sampling import ANSWER_END, Sampling
 from realvr.maths import answers, grpo
 from realvr.training import evidence
 from realvr.training.adapters import Adapters
-from realvr.training.dropping import EMPTY_ANSWER
+from realvr.training.dropping import EMPTY_ANSWER, ENOUGH, of_all_ranks, over, too_many
 from realvr.training.evidence import NegativeBank, Prototype
 from realvr.training.examples import Encoder, all_of, answer_tokens, pad_answers, share_of_batch
 from realvr.training.rewards import correct, load_rewards, rated, true_answer
@@ -142,8 +142,10 @@ class RlTask:
             usable = {i for part in self.ranks.gather_objects([i for i in mine if mine[i] is not None]) for i in part}
             accepted += [(sample, mine.get(i)) for i, sample in enumerate(block) if i in usable]
             fruitless = 0 if usable else fruitless + len(block)
-            if fruitless > self.samples.epoch_size:
-                raise UserError(f"no prompt of the data can be used: {dict(self.encoder.rejected)}")
+            if fruitless >= min(ENOUGH, self.samples.epoch_size + 1):
+                draws = of_all_ranks(self.ranks, self.draws)
+                if fruitless > self.samples.epoch_size or over(draws, self.settings.data.max_dropped):
+                    raise too_many(draws, self.settings, f"after {fruitless:,} rows without a usable one")
         own = accepted[rank * share : (rank + 1) * share]
         # After a rejection a share may hold samples that another rank has encoded.
         pairs = [(sample, prompt or self._encode(sample)) for sample, prompt in own]

@@ -17,6 +17,7 @@ from realvr.data.sample import Sample
 from realvr.data.wording import response_text, spelled_out
 from realvr.errors import UserError
 from realvr.training.adapters import Adapters
+from realvr.training.dropping import ENOUGH, over, too_many
 from realvr.training.examples import Encoder, all_of, share_of_batch
 from realvr.training.sft_step import SftBatch, SftExample, SftStep, pack_rows
 from realvr.training.sources import TrainingData, training_data
@@ -30,22 +31,24 @@ WINDOW = 64  # examples considered together when rows are packed; their pixels a
 class _Encoded:
     """The mixture, encoded on the way; resumes where the mixture does."""
 
-    def __init__(self, samples: Mixture[Sample], encoder: Encoder) -> None:
+    def __init__(self, samples: Mixture[Sample], encoder: Encoder, settings: Any) -> None:
         self.samples = samples
         self.encoder = encoder
+        self.settings = settings
 
     def __iter__(self) -> Iterator[SftExample]:
-        fruitless = 0
+        fruitless, draws = 0, self.encoder.draws
         for sample in self.samples:
-            self.encoder.draws.drawn += 1
+            draws.drawn += 1
             example = self.encoder.sequence(sample)
             if example is not None:
                 fruitless = 0
                 yield example
                 continue
             fruitless += 1
-            if fruitless == self.samples.epoch_size + 1:
-                raise UserError(f"no example of the data can be used: {dict(self.encoder.rejected)}")
+            lost = fruitless >= ENOUGH and over(draws, self.settings.data.max_dropped)
+            if lost or fruitless > self.samples.epoch_size:
+                raise too_many(draws, self.settings, f"after {fruitless:,} rows without a usable one")
 
     def state_dict(self) -> dict[str, Any]:
         # With the counts: rows of a window that is filled again after a kill are drawn again too.
@@ -77,7 +80,7 @@ class SftTask:
         self.encoder = Encoder(backbone, settings.pack_tokens, settings.data.keep_encoded, respond)
         self.draws = self.encoder.draws
         self.samples = data.mixture(settings, ranks.rank, ranks.world)
-        self.stream = PackedStream(_Encoded(self.samples, self.encoder), len, settings.pack_tokens, WINDOW)
+        self.stream = PackedStream(_Encoded(self.samples, self.encoder, settings), len, settings.pack_tokens, WINDOW)
         self._rows: Iterator[Any] | None = None
 
     def prepare(self, step: int) -> Prepared:

@@ -6,6 +6,7 @@ Nothing here imports torch, so that a run over files that cannot be used ends be
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,34 +83,41 @@ def training_data(settings: TrainSettings, ranks: Ranks) -> TrainingData:
             print(f"data: {found.line()}", file=sys.stderr, flush=True)
     for number, (source, found) in enumerate(zip(data.sources, counted, strict=True)):
         if source.weight > 0:
-            _refuse_losses(found, number, data.max_dropped)
+            _refuse_losses(source, found, number, data.max_dropped)
     files = [path for _, _, report in lists for path in report.files if path.is_file()] if first else []
     files += [Path(source.path) for source in data.sources if first and Path(source.path).is_file()]
     hashes = census.hash_files(list(dict.fromkeys(files)), _known_hashes(settings.run.out))
     return TrainingData(kept, weights, Census(counted), Fingerprint(hashes, images, stats))
 
 
-def _refuse_losses(found: SourceCensus, number: int, most: float) -> None:
+def _refuse_losses(source: SourceSettings, found: SourceCensus, number: int, most: float) -> None:
     """Stop where a source loses more rows than allowed, or all of them, or a whole file that it lists."""
-    lost_file = found.files_lost and most < 1
-    if found.usable and found.dropped_share <= most and not lost_file:
+    why = census.too_much_lost(found.rows, found.usable, found.dropped, most, "data.max_dropped")
+    if why is None:
         return
     worst = max(found.dropped, key=lambda reason: found.dropped[reason], default=None)
-    shown = (
-        next((reason for reason in found.dropped if reason in reasons.LISTED_FILE_LOST), worst) if lost_file else worst
-    )
+    lost_file = next((reason for reason in found.dropped if reason in reasons.LISTED_FILE_LOST), None)
+    shown = lost_file or worst
     where = f" (first: {found.first[shown]})" if shown else ""
-    if not found.usable:
-        why = "no row can be used"
-    elif lost_file and found.dropped_share <= most:
-        why = "a listed file is lost with all its rows"
-    else:
-        why = f"{found.dropped_share:.1%} are dropped, data.max_dropped allows {most:.1%}"
     ways = reasons.ways_out(found.dropped, f"--data.sources.{number}.")
-    ways.append(f"`realvr data check {found.path} --quarantine bad.jsonl` lists every dropped row")
+    ways.append(f"`{check_command(source)}` lists every dropped row")
     if found.usable:
         ways.append(f"--data.max-dropped {1 if lost_file else above(found.dropped_share)} trains on the others")
     raise UserError(f"{found.line()}{where}: {why}. {'; '.join(ways)}")
+
+
+def check_command(source: SourceSettings) -> str:
+    """The command that lists every bad row of a source, read as training reads it."""
+    words = ["realvr", "data", "check", source.path]
+    if source.format != "auto":
+        words += ["--format", source.format]
+    if source.images:
+        words += ["--images", str(source.images)]
+    if source.boxes:
+        words += ["--boxes", source.boxes]
+    if source.duplicates != "drop":
+        words += ["--duplicates", source.duplicates]
+    return shlex.join([*words, "--quarantine", "bad.jsonl"])
 
 
 def above(share: float) -> float:

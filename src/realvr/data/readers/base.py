@@ -109,8 +109,12 @@ class Context:
         # Lexical on purpose: links that the user placed inside the image folder are theirs to place.
         wanted = os.path.normpath(os.path.join(root[1], name))
         if "\0" in name or not wanted.startswith(root[1].rstrip(os.sep) + os.sep):
-            way = "; --images / allows absolute paths" if os.path.isabs(name) else ""
-            raise BadRow(reasons.IMAGE_PATH_ESCAPES, f"{name!r} is not inside {self.images}{way}")
+            way = (
+                "--images / allows absolute paths"
+                if os.path.isabs(name)
+                else "write it without .., relative to a folder above all images, and name that folder with --images"
+            )
+            raise BadRow(reasons.IMAGE_PATH_ESCAPES, f"{name!r} is not inside {self.images}; {way}")
         return ImageRef(id=name, path=Path(wanted))
 
     def read_boxes(
