@@ -110,6 +110,8 @@ def test_a_published_number_needs_the_published_set(
 ) -> None:
     said, entry = scored(tmp_path / "whole", load("MMVP", whole), capsys)
     assert entry["not_published_set"] == "" and said.count("72.0") == 3 and entry["headline"] == 50.0
+    said, entry = scored(tmp_path / "mini", load("mini-mmvp", whole), capsys)
+    assert "72.0" not in said and "MMVP" not in said and entry["not_published_set"] == "called a mini set"
     said, entry = scored(tmp_path / "limit", load("mmvp", whole, limit=100), capsys)
     assert "72.0" not in said and "100 questions (--limit 100)" in entry["not_published_set"]
     assert "No published number stands beside MMVP: only 100 questions (--limit 100)." in said

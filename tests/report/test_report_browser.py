@@ -113,6 +113,19 @@ def test_nothing_but_tables_scrolls_sideways(tab: Page, width: int) -> None:
     assert tab.run(small) == 0
 
 
+def test_a_desktop_shows_tables_whole_and_a_phone_keeps_the_names_of_rows(tab: Page) -> None:
+    boxes = "Array.from(document.querySelectorAll('.table')).filter(box => !box.closest('details'))"
+    cut = f"{boxes}.filter(box => box.scrollWidth > box.clientWidth).map(box => box.getAttribute('aria-label'))"
+    assert tab.run(cut) == []
+    tab.resize(390)
+    tab.run(f"{boxes}.forEach(box => box.scrollLeft = 300)")
+    name = "box.querySelector('tbody th')"
+    moved = f"{boxes}.filter(box => box.scrollLeft > 100 && box.offsetWidth)"
+    assert tab.run(f"{moved}.length") > 3
+    seen = f"{name}.getBoundingClientRect().left - box.getBoundingClientRect().left"
+    assert tab.run(f"{moved}.every(box => Math.abs({seen}) < 3 && {name}.offsetWidth < 0.5 * box.clientWidth)")
+
+
 def test_it_can_be_looked_at(tab: Page, tmp_path: Path) -> None:
     folder = Path(os.environ.get("REALVR_SCREENSHOTS") or tmp_path)
     folder.mkdir(parents=True, exist_ok=True)

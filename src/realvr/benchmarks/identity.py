@@ -32,7 +32,7 @@ def called(name: str, path: str | Path, format: str, world: bool) -> str:
     if world:
         return MINI + base
     if format == CATALOG[base].format:
-        return base
+        return name  # a set that its user calls mini-NAME is never called the published one
     own = re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]", "", Path(path).name) or "questions"
     return f"{own}-questions" if base_name(own.lower()) in CATALOG else own
 
@@ -75,7 +75,9 @@ def differs(name: str, facts: Mapping[str, Any]) -> str:
     """
     bench = CATALOG.get(name)
     if bench is None:
-        return DRAWN if base_name(name) != name else "no benchmark of the catalogue"
+        if base_name(name) == name:
+            return "no benchmark of the catalogue"
+        return "called a mini set" if facts.get("world") is False else DRAWN
     world = facts.get("world")
     if world is None:
         path = facts.get("path")

@@ -96,6 +96,7 @@ class _sigterm_stops:
 
 
 def _run(out: Path, settings: DemoSettings, workers: int, take_over: bool) -> int:
+    from realvr.benchmarks.tables import wide_console
     from realvr.demo.display import Display, clock
     from realvr.demo.files import claim, is_done
     from realvr.demo.summary import collect, index, table
@@ -115,8 +116,7 @@ def _run(out: Path, settings: DemoSettings, workers: int, take_over: bool) -> in
         write_json(out / "summary.json", summary)
         write_json(out / "demo.json", index(summary))
         page = write_report(out)
-    shown = Console()
-    shown = shown if shown.is_terminal else Console(width=132)
+    shown = wide_console()
     shown.print(table(summary, shown.width))
     for note in summary["notes"]:
         shown.print(f"- {note}", highlight=False, markup=False, soft_wrap=True)

@@ -151,7 +151,7 @@ def _effects(arms: Sequence[Arm], caption: str) -> Table | None:
     note = (
         "Help and dependence: of the mean over the tasks, with the share of readable replies under the condition; a "
         "reply that cannot be read counts as wrong and is no evidence of use. Strict flip: both views of an edited "
-        " pair answered correctly (two turns, mean over edits). Donor-answer lift: the whole span taken from "
+        "pair answered correctly (two turns, mean over edits). Donor-answer lift: the whole span taken from "
         "the other view. Margin and cosine: over held-out questions where they were measured, else the mean of the "
         "last tenth of training, without an interval."
     )

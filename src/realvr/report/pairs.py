@@ -52,7 +52,8 @@ def counterfactual(results: Results) -> Section:
         section.parts.append(
             Text(
                 "Does the answer follow an edit of the picture? |C|: pairs whose right answer changes, |U|: the "
-                "others. A₀, A₁, change and strict flip (both views right) are over C, false flip is over U."
+                "others. Over C: A₀ and A₁ (original and edited view right), change (another answer to the edited view), "
+                "strict flip (both right). Over U: false flip (another answer although none is due)."
             )
         )
         section.parts.append(Switch("Protocol", panels))
@@ -122,7 +123,8 @@ def _distances(arms: Sequence[Arm]) -> list[Any]:
         return []
     header = ["arm", "edit", "latent", "latent, unrelated picture", "final", "final, unrelated picture"]
     note = (
-        "Cosine distance from the original view, spans generated independently. An edit's distance means little "
+        "Cosine distance from the original view, spans generated independently. Latent: between the means of the "
+        "latents; final: between the states from which the answer begins. An edit's distance means little "
         "without the control beside it: the distance to an unrelated picture under the same question."
     )
     return [Table("How far an edit moves the span", header, rows, note)]
@@ -140,7 +142,9 @@ def exchange(results: Results) -> Section:
     section.parts.append(
         Text(
             "Does the answer follow the latents while the picture stays? Selected latents are replaced by those of the "
-            "other view of the pair. All differences are from the sham, which puts back the recipient's own latents."
+            "other view of the pair, the donor. Lift: how much more often the donor's answer is given. Margin shift: how "
+            "much its mean log-probability gains on the own answer's. All differences are from the sham, which puts back "
+            "the recipient's own latents."
         )
     )
     section.parts += [_figures(arms), _table(arms), *_between(arms)]
@@ -232,4 +236,9 @@ def _sham(arm: Arm) -> str:
         found = arm.results["exchange"].content["sham"]
         equal, largest = found["equal_replies"], found["largest_margin_difference"]
         text = f"{arm.name}: {equal['count']} of {equal['of']} shams gave the reply of the unmodified span"
-        return text + ("." if largest is None else f"; margins differ by at most {largest:.2g} nats.")
+        return text + ("." if largest is None else f"; margins differ by at most {_small(largest)} nats.")
+
+
+def _small(value: float) -> str:
+    """Two digits that no line break divides."""
+    return f"{value:.2g}".replace("-", "\u2212")

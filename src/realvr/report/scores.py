@@ -37,16 +37,18 @@ def bench_names(arms: Sequence[Arm]) -> list[str]:
     return in_order({name for arm in arms if (result := arm.get("eval")) for name in result.content["benches"]})
 
 
-def score_cell(entry: Json | None) -> Cell:
-    """A headline with its 95 % interval, or mean ± standard deviation over checkpoints."""
+def score_cell(entry: Json | None, read: bool = False) -> Cell:
+    """A headline with its 95 % interval, or mean ± standard deviation over checkpoints; with ``read``, the share of
+    readable replies."""
     if entry is None:
         return Cell(DASH)
+    share = f"\n{number(entry['coverage'])} % read" if read and entry.get("coverage") is not None else ""
     if "values" in entry:
         below = f"± {number(entry['std'])}, {entry['n']} runs" if entry["std"] is not None else f"{entry['n']} run"
-        return Cell(number(entry["mean"]), below, value=entry["mean"])
+        return Cell(number(entry["mean"]), below + share, value=entry["mean"])
     value = entry.get("headline", entry.get("mean"))
     few = "n" in entry and entry["n"] < FEW_QUESTIONS
-    return Cell(number(value), interval(entry["ci"]), few, value)
+    return Cell(number(value), (interval(entry["ci"]) + share).strip(), few, value)
 
 
 def effect_cell(effect: Json | None, read: bool = False) -> Cell:
@@ -56,7 +58,7 @@ def effect_cell(effect: Json | None, read: bool = False) -> Cell:
     std = effect.get("std")
     below = interval(effect["ci"], sign=True) if "ci" in effect else "" if std is None else f"± {number(std)}"
     if read and effect["read"] is not None:
-        below += f" {number(effect['read'])} % read"
+        below += f"\n{number(effect['read'])} % read"
     few = "ci" in effect and "n" in effect and effect["n"] < FEW_QUESTIONS
     return Cell(number(effect["points"], sign=True), below.strip(), few, effect["points"])
 
@@ -72,7 +74,7 @@ def difference_cell(entry: Json | None, p: bool = False) -> Cell:
         return Cell(number(found["mean"], sign=True), below, value=found["mean"])
     below = interval(entry["difference_ci"], sign=True)
     if p and entry.get("p") is not None:
-        below += f" p = {entry['p']:.2g}"
+        below += f"\np = {entry['p']:.2g}"
     few = "common" in entry and entry["common"] < FEW_QUESTIONS
     return Cell(number(entry.get("gain", found), sign=True), below, few, found)
 
@@ -192,11 +194,10 @@ _EFFECT_HEADER = [
     "arm",
     "benchmark",
     "own latents, %",
-    "read, %",
-    *(text for name in TITLES.values() for text in (name, "read, %", "where both can be read")),
+    *(text for name in TITLES.values() for text in (name, "where both can be read")),
 ]
 _EFFECT_NOTE = (
-    "Same prompt, same decoding; only the span differs. Read: readable replies under the condition. Where both can be "
+    "Same prompt, same decoding; only the span differs. % read: readable replies under the condition. Where both can be "
     "read: the same difference over the questions answered readably with own latents and under the condition."
 )
 _CONDITION_NOTE = "Δ points: the condition minus own latents, over the same questions; p: McNemar's exact test."
@@ -218,17 +219,12 @@ def _entries(summary: Json) -> list[tuple[str, Json, Json]]:
 
 def _effect_rows(arm: Arm, name: str, entry: Json, conditions: Json) -> list[list[Cell | str]]:
     found = effects(conditions)
-    row: list[Cell | str] = [arm.name, name, score_cell(entry), _percent(entry.get("coverage"))]
+    row: list[Cell | str] = [arm.name, name, score_cell(entry, read=True)]
     for effect in TITLES:
         one = found.get(effect)
         both = (one or {}).get("readable") or {}
-        cells = [effect_cell(one), _percent((one or {}).get("read"))]
-        row += [*cells, effect_cell({**both, "read": None}) if both.get("ci") else Cell(DASH)]
+        row += [effect_cell(one, read=True), effect_cell({**both, "read": None}) if both.get("ci") else Cell(DASH)]
     return [row] if found else []
-
-
-def _percent(value: float | None) -> Cell:
-    return Cell(number(value), value=value)
 
 
 def _condition_rows(arm: Arm, name: str, entry: Json, conditions: Json) -> list[list[Cell | str]]:
