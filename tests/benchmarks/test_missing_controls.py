@@ -128,7 +128,23 @@ def test_the_commands_say_how_many_pairs_lack_the_control(
     lacking = [record for record in distances if record["no_control"]]
     assert len(errors) == 1 and len(lacking) == summary["controls"]["without"] == 1
     assert summary["controls"]["pairs"] == len(distances) - 1
-    assert f"1 of {len(distances) - 1} pairs have no unrelated control: 1 because the control cannot be read" in said
-    assert "have no unrelated control" in (tmp_path / "c" / "counterfactual.md").read_text()
+    assert f"1 of {len(distances) - 1} pairs has no unrelated control: 1 because the control cannot be read" in said
+    assert "has no unrelated control" in (tmp_path / "c" / "counterfactual.md").read_text()
     kept = [record for record in distances if not record["error"] and not record["no_control"]]
     assert kept and all(record["latent_unrelated"] is not None for record in kept)
+    (bad,) = errors
+    unread = (
+        f"1 of {len(distances)} pairs cannot be read; these count as wrong, and as no change (first: {bad['pair']}: "
+    )
+    assert unread in said
+
+
+def test_pairs_that_cannot_be_read_are_named(
+    small: Path, damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    flags = ["--max-new", "3", "--device", "cpu", "--k", "1"]
+    assert main(["exchange", str(small), str(damaged), "--out", str(tmp_path / "x"), *flags]) == 0
+    said, noted = capsys.readouterr()
+    assert "pairs cannot be read; these are left out (first: " in noted
+    assert "Unrelated donor" in said  # names of rows stay whole in a narrow window

@@ -83,4 +83,5 @@ def controls_line(found: dict[str, Any] | None) -> str | None:
         f"{one['pairs']} because {reason}" + (f" (first: {one['first']})" if one["first"] else "")
         for reason, one in found["reasons"].items()
     ]
-    return f"{found['without']} of {found['pairs']} pairs have no unrelated control: {'; '.join(reasons)}"
+    verb = "has" if found["without"] == 1 else "have"
+    return f"{found['without']} of {found['pairs']} pairs {verb} no unrelated control: {'; '.join(reasons)}"

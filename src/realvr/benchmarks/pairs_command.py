@@ -109,6 +109,8 @@ def counterfactual(
             out, "counterfactual", summary | {"settings": settings}, report, counterfactual_summary.csv_rows(summary)
         )
         _show(counterfactual_summary.HEADER, counterfactual_summary.table_rows(summary), model, out)
+        unread = [(one["pair"], error) for one in _of(answers, kept) for error in one["errors"] if error is not None]
+        _tell_unread(unread, len(pairs), "wrong, and as no change")
         _tell_controls(summary)
     return 0
 
@@ -189,6 +191,8 @@ def exchange(
             report = exchange_summary.report(summary, model)
         _write(out, "exchange", summary | {"settings": settings}, report, exchange_summary.csv_rows(summary))
         _show(exchange_summary.HEADER, exchange_summary.table_rows(summary), model, out)
+        unread = [(one["pair"], one["error"]) for one in journal.records if one["condition"] == "error"]
+        _tell_unread(unread, len(changed), "")
         _tell_controls(summary)
     return 0
 
@@ -234,6 +238,15 @@ def _note(text: str) -> None:
 def _tell(found: PairReport) -> None:
     for line in found.lines():
         _note(line)
+
+
+def _tell_unread(errors: Sequence[tuple[str, str]], pairs: int, counted: str) -> None:
+    """A note about (pair, error); ``counted``: as what such pairs count, where they are not left out."""
+    if errors:
+        found = len(dict(errors))
+        what = f"count as {counted}" if counted else "are left out"
+        first = ": ".join(errors[0])
+        _note(f"{found} of {pairs} pairs cannot be read; these {what} (first: {first})")
 
 
 def _tell_controls(summary: dict[str, Any]) -> None:
@@ -314,7 +327,10 @@ def _write(out: Path, name: str, summary: dict[str, Any], report: str, rows: Seq
 
 def _show(header: Sequence[str], rows: Sequence[Sequence[str]], title: str, out: Path) -> None:
     console = wide_console()
-    table = Table(*header, title=title)
+    table = Table(title=title)
+    for place, name in enumerate(header):
+        word = max(map(len, name.split()))
+        table.add_column(name, no_wrap=place < 2, overflow="fold", min_width=word)  # words and names of rows stay whole
     for row in rows:
         table.add_row(*row)
     console.print(table)
