@@ -52,8 +52,8 @@ def counterfactual(results: Results) -> Section:
         section.parts.append(
             Text(
                 "Does the answer follow an edit of the picture? |C|: pairs whose right answer changes, |U|: the "
-                "others. Over C: A₀ and A₁ (original and edited view right), change (another answer to the edited view), "
-                "strict flip (both right). Over U: false flip (another answer although none is due)."
+                "others. Over C: A₀ and A₁ (original and edited view right), change (another answer to the edited "
+                "view), strict flip (both right). Over U: false flip (another answer although none is due)."
             )
         )
         section.parts.append(Switch("Protocol", panels))
@@ -142,9 +142,9 @@ def exchange(results: Results) -> Section:
     section.parts.append(
         Text(
             "Does the answer follow the latents while the picture stays? Selected latents are replaced by those of the "
-            "other view of the pair, the donor. Lift: how much more often the donor's answer is given. Margin shift: how "
-            "much its mean log-probability gains on the own answer's. All differences are from the sham, which puts back "
-            "the recipient's own latents."
+            "other view of the pair, the donor. Lift: how much more often the donor's answer is given. Margin shift: "
+            "how much its mean log-probability gains on the own answer's. All differences are from the sham, which "
+            "puts back the recipient's own latents."
         )
     )
     section.parts += [_figures(arms), _table(arms), *_between(arms)]

@@ -197,8 +197,8 @@ _EFFECT_HEADER = [
     *(text for name in TITLES.values() for text in (name, "where both can be read")),
 ]
 _EFFECT_NOTE = (
-    "Same prompt, same decoding; only the span differs. % read: readable replies under the condition. Where both can be "
-    "read: the same difference over the questions answered readably with own latents and under the condition."
+    "Same prompt, same decoding; only the span differs. % read: readable replies under the condition. Where both can "
+    "be read: the same difference over the questions answered readably with own latents and under the condition."
 )
 _CONDITION_NOTE = "Δ points: the condition minus own latents, over the same questions; p: McNemar's exact test."
 
