@@ -64,7 +64,8 @@ class Ticker:
         self._last = time.monotonic()
 
     def __enter__(self) -> Ticker:
-        self._last = time.monotonic()
+        # One inside another goes on with its silence: many short ones must not keep both from printing.
+        self._last = _active[-1]._last if _active else time.monotonic()
         if self._active:
             _active.append(self)
             _thread.start_new_thread(self._run, ())  # threading would wait for ever for one that finds no memory
@@ -76,8 +77,8 @@ class Ticker:
         self._ended.set()
         if self in _active:
             _active.remove(self)
-        for outer in _active[-1:]:
-            outer.said()
+            for outer in _active[-1:]:
+                outer._last = self._last
 
     def _run(self) -> None:
         while not self._ended.wait(min(1.0, self._every / 2)):

@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import secrets
+import stat
 import sys
 import threading
 import time
@@ -112,6 +113,7 @@ class RunLock:
     def __init__(self, folder: Path, owner: Owner) -> None:
         self.folder, self.path, self.owner = folder, folder / NAME, owner
         self._made = _make(folder)
+        self._acquired = False
         self._ended = threading.Event()
 
     def acquire(self, take_over: bool) -> None:
@@ -126,6 +128,7 @@ class RunLock:
                 time.sleep(0.05)
         finally:
             temporary.unlink(missing_ok=True)
+        self._acquired = True
         _thread.start_new_thread(self._beat, ())  # threading would wait for ever for one that finds no memory
 
     def _create(self, temporary: Path) -> bool:
@@ -150,6 +153,8 @@ class RunLock:
     def _try_to_take_over(self, temporary: Path, take_over: bool, last: bool) -> bool:
         """Replace the lock of an owner that is gone; raise where it is not and this was the last attempt."""
         try:
+            if not stat.S_ISREG(self.path.lstat().st_mode):  # a link that leads nowhere, a pipe: never released
+                raise UserError(f"{self.path}: not a file, so not a lock of ours; remove it, or choose another folder")
             owner = Owner.read(self.path)
             os.utime(temporary)
             # Both times are those of the file system: the clocks of two machines may differ.
@@ -196,7 +201,7 @@ class RunLock:
         if self.owner.pid != os.getpid():  # a forked child
             return
         with contextlib.suppress(OSError):
-            if Owner.read(self.path) == self.owner:
+            if self._acquired and Owner.read(self.path) == self.owner:
                 self.path.unlink()
             for folder in self._made:
                 folder.rmdir()

@@ -43,6 +43,32 @@ def test_a_table_shows_options_and_never_cuts_the_answer(tmp_path: Path, capsys:
     assert kept == {"step": 1} | ROW | {"reward": None}  # the file has everything
 
 
+@pytest.mark.parametrize("after", ["", " and so on" * 50])
+def test_an_answer_longer_than_the_cell_stays_whole(
+    after: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = " ".join(f"word{place}" for place in range(100))
+    row = {"completion": "because " * 100 + f"<answer>{words}</answer>{after}"}
+    with Tracker(tmp_path, LogSettings(tensorboard=False), steps=3) as tracker:
+        tracker.table(1, [row])
+    cells = [line.strip("│┃ ") for line in capsys.readouterr().err.splitlines() if line[:1] in "│┃"]
+    shown = " ".join(cells)
+    assert f"<answer>{words}</answer>" in shown and shown.count("…") == (2 if after else 1)
+
+
+def test_a_table_uses_the_room_of_a_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """80 columns, which is what a pipe counts as, would break every answer and even a heading."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    row = {"sample": "world/train/15", "question": "What shape is the object at the bottom left?", "options": ["cube"]}
+    row |= {"answer": "triangle", "completion": "<answer>triangle</answer>", "reward": 1.0, "group_mean": 0.5}
+    with Tracker(tmp_path, LogSettings(tensorboard=False), steps=3) as tracker:
+        tracker.table(1, [row])
+    shown = capsys.readouterr().err
+    assert all(text in shown for text in ("group_mean", "<answer>triangle</answer>", "world/train/15"))
+
+
 def test_stage_two_records_the_options(place: Place, tmp_path: Path) -> None:
     args = [*place.verbs["rl"].args(tmp_path / "run"), "--optim.steps", "1", "--log.table-every", "1"]
     assert forked(args, tmp_path).code == 0

@@ -37,6 +37,7 @@ def test_every_long_verb_says_where_it_stands(name: str, place: Place, tmp_path:
     assert "\x1b" not in done.said and "\r" not in done.said  # no bars in a log
     if name in ("base", "sft", "rl"):
         assert "step 4/4  loss" in done.said and ("  g " in done.said) == (name == "rl")
+        assert "step 5/4" not in done.said and re.search(r"writing .*final: 0:00:\d\d so far", done.said), done.said
 
 
 @pytest.mark.usefixtures("often")
@@ -75,6 +76,24 @@ def test_lines_come_at_their_interval_and_not_from_the_outer_verb(monkeypatch: p
         now += 31
         assert inner.due
     assert not outer.due
+
+
+def test_many_short_things_inside_do_not_keep_all_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a checkpoint after every step."""
+    now = 1000.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    with Ticker(lambda: "outer") as outer:
+        for _ in range(3):
+            now += 5
+            with Ticker(lambda: "inner") as inner:
+                now += 4
+                assert not inner.due
+        now += 4
+        assert outer.due
+        with Ticker(lambda: "inner") as inner:
+            assert inner.due
+            inner.said()
+        assert not outer.due
 
 
 def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -200,10 +200,11 @@ def test_a_reward_that_gives_no_number(name: str, place: Place, tmp_path: Path) 
     assert any(f"'{sample}'" in line for sample in ids)
 
 
-def test_rewards_that_are_not_finite_skip_their_step(place: Place, tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", some(("nan", "inf", "1e300"), "nan", "inf"))
+def test_rewards_that_are_not_finite_skip_their_step(value: str, place: Place, tmp_path: Path) -> None:
     """Also in the table of completions. A run of nothing else has trained nothing: no model, and not "done"."""
     log = {"console": True, "tensorboard": True, "table_every": 1, "parts_every": 0}
-    args = reward_run(place, tmp_path, "return float('nan')", log=log)
+    args = reward_run(place, tmp_path, f"return float('{value}')", log=log)
     done = forked([*args, "--optim.steps", "2"], tmp_path)
     assert_one_line(done, "every one of the 2 steps was skipped", "nothing was trained")
     assert "done" not in done.said and done.said.count("not finite; skipped (examples ") == 2

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,14 @@ def test_a_lock_that_says_nothing_counts_by_its_age(content: str, tmp_path: Path
     with hold(tmp_path, "eval"):
         pass
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("nowhere")])
+def test_something_that_is_no_lock_is_refused_at_once(make: Callable[[Path], None], tmp_path: Path) -> None:
+    """Not waited for: nobody will ever release it."""
+    make(tmp_path / runlock.NAME)
+    with pytest.raises(UserError, match=r"\.lock: not a file.*remove it"), hold(tmp_path, "eval"):
+        pass
 
 
 def test_the_owner_gives_signs_of_life_and_ends_when_the_folder_is_taken(tmp_path: Path) -> None:

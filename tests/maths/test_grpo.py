@@ -64,8 +64,8 @@ def test_a_single_completion_has_no_advantage() -> None:
 
 
 def test_a_reward_that_is_not_a_number_is_not_hidden() -> None:
-    got = grpo.advantages(torch.tensor([[1.0, math.nan], [1.0, 0.0]]))
-    assert torch.isnan(got[0]).all() and torch.isfinite(got[1]).all()
+    got = grpo.advantages(torch.tensor([[1.0, math.nan], [1.0, 0.0], [math.inf, math.inf]]))
+    assert torch.isnan(got[0]).all() and torch.isfinite(got[1]).all() and torch.isnan(got[2]).all()
 
 
 def test_an_empty_group_is_refused() -> None:

@@ -31,10 +31,11 @@ divided by sequences times the longest length allowed, so that no sequence's len
 
 
 def varied(rewards_PG: Tensor) -> Tensor:
-    """Groups (P,) in which not all rewards are equal."""
+    """Groups (P,) in which not all rewards are equal; those with a reward that is not finite count among them."""
     if rewards_PG.shape[-1] == 0:
         raise ValueError("a group without completions has no rewards")
-    return rewards_PG.amax(-1) != rewards_PG.amin(-1)
+    highest = rewards_PG.amax(-1)
+    return (highest != rewards_PG.amin(-1)) | ~highest.isfinite()
 
 
 def advantages(rewards_PG: Tensor, eps: float = 1e-4, *, scale: bool = True) -> Tensor:

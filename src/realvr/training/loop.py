@@ -20,6 +20,7 @@ from torch import Tensor
 
 from realvr.errors import UserError, explained, out_of_memory
 from realvr.files import sync
+from realvr.progress import busy
 from realvr.runlock import hold
 from realvr.training import configuration, memory
 from realvr.training.card import TAG, base_model, card
@@ -40,12 +41,13 @@ def train(task: Task, settings: TrainSettings, engine: Engine) -> int:
 
 
 def _train(task: Task, settings: TrainSettings, engine: Engine) -> int:
-    out = settings.run.out
-    engine.prepare(task.module, settings.optim)
-    memory.refuse_too_large(engine.module, settings.optim, engine.device)
-    engine.seed(settings.run.seed)
+    out, shown = settings.run.out, engine.main and settings.log.console
     checkpoints = Checkpoints(out, settings.checkpoint, engine)
-    progress = checkpoints.resume(task, settings)
+    with busy(f"train {_kind(settings)}: preparing the run", shown):
+        engine.prepare(task.module, settings.optim)
+        memory.refuse_too_large(engine.module, settings.optim, engine.device)
+        engine.seed(settings.run.seed)
+        progress = checkpoints.resume(task, settings)
     if engine.main:
         configuration.save_resolved(settings, out / "settings.yaml")
     with (
@@ -69,7 +71,8 @@ def _train(task: Task, settings: TrainSettings, engine: Engine) -> int:
             every = settings.checkpoint.every
             due = progress.step == settings.optim.steps or (every and progress.step % every == 0)
             if stop or due:
-                saved = checkpoints.save(progress, task, settings)
+                with busy(f"writing the checkpoint of step {progress.step}", shown):
+                    saved = checkpoints.save(progress, task, settings)
                 record.write(progress.step)
             if stop:
                 tracker.note(f"stopped after step {progress.step}; the same command continues from {saved}")
@@ -77,7 +80,8 @@ def _train(task: Task, settings: TrainSettings, engine: Engine) -> int:
         for line in record.last_words():
             tracker.note(line)
         _refuse_untrained(progress, out)
-        export(task, settings, engine, tracker.last)
+        with busy(f"writing {out / 'final'}", shown):
+            export(task, settings, engine, tracker.last)
         tracker.note(f"done: {out / 'final'}")
     return 0
 

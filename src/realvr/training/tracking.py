@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import sys
 import time
 from collections import deque
@@ -33,7 +35,8 @@ LINE = {
 """Metrics on the compact line, where a stage reports them, and what they are called there."""
 _CELL = 300
 _CUT = ("question", "completion")
-"""Columns of a table that may be shortened: in the middle, so that the answer at the end of a completion stays."""
+"""Columns of a table that may be shortened: around an answer, never inside it."""
+_ANSWER = re.compile(r"(<answer>.*?</answer>)", re.DOTALL)
 _WIDTH = 160
 """Columns of a table where nobody watches."""
 
@@ -48,6 +51,8 @@ class Tracker:
     def __init__(self, out: Path, settings: LogSettings, steps: int, step: int = 0, active: bool = True) -> None:
         self.out, self.settings, self.steps, self.active = out, settings, steps, active
         self.console = Console(stderr=True, soft_wrap=True)
+        if not self.console.is_terminal and "COLUMNS" not in os.environ:
+            self.console.width = _WIDTH
         self.last: dict[str, Any] = {}
         self._metrics: TextIO | None = None
         self._completions: TextIO | None = None
@@ -83,6 +88,8 @@ class Tracker:
 
     def _waiting(self) -> str:
         """For a step that takes long, where nobody watches."""
+        if self._step >= self.steps:
+            return f"step {self._step}/{self.steps}: done, finishing the run"
         return f"step {self._step + 1}/{self.steps}: {duration(time.monotonic() - self._begun)} in this step"
 
     def log(self, step: int, metrics: dict[str, float], seconds: float) -> None:
@@ -121,7 +128,7 @@ class Tracker:
             table.add_column(name, overflow="fold")  # rich would cut a long word off
         for row in rows:
             table.add_row(*(_cell(row.get(name), name in _CUT) for name in names))
-        self.console.print(table, width=None if self.console.is_terminal else _WIDTH)
+        self.console.print(table)
 
     def note(self, text: str) -> None:
         """One line for the person watching."""
@@ -211,6 +218,11 @@ def _cell(value: Any, cut: bool) -> str:
     else:
         text = f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
     if cut and len(text) > _CELL:
-        half = _CELL // 2
-        text = f"{text[:half]} … {text[-half:]}"
+        text = "".join(part if _ANSWER.fullmatch(part) else _shortened(part) for part in _ANSWER.split(text))
     return escape(text)
+
+
+def _shortened(text: str) -> str:
+    """Beginning and end of a long text."""
+    half = _CELL // 2
+    return f"{text[:half]} … {text[-half:]}" if len(text) > _CELL else text
