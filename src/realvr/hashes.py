@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +12,8 @@ from realvr.files import write_atomically
 
 WEIGHTS = "weights.sha256"
 """Lists the weight files of a saved model in the format of ``sha256sum``, which can check it too."""
+
+_LINE = re.compile(r"(?P<digest>[0-9a-fA-F]{64}) [ *](?P<name>.+)")
 
 
 def digests(files: Iterable[Path]) -> dict[str, str]:
@@ -51,7 +54,14 @@ def changed_weights(directory: Path) -> str | None:
         return None
     except OSError as error:
         return f"{directory / WEIGHTS} cannot be read ({error.strerror}), so the weights were not checked"
-    before = {name: digest for digest, _, name in (line.partition("  ") for line in lines if line)}
+    read = {number: _LINE.fullmatch(line) for number, line in enumerate(lines, 1) if line.strip()}
+    unread = next((f", line {number}," for number, found in read.items() if found is None), "" if not read else None)
+    if unread is not None:
+        return (
+            f"{directory / WEIGHTS}{unread} holds no SHA-256 hash, so the weights were not checked; write it again "
+            f"(sha256sum *.safetensors > {WEIGHTS}) or remove it"
+        )
+    before = {found["name"]: found["digest"].lower() for found in read.values() if found}
     found = difference(before, digests(directory.glob("*.safetensors")))
     if found is None:
         return None

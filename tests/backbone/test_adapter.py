@@ -332,7 +332,7 @@ def test_adding_markers_leaves_every_other_row_alone(checkpoint: Path, backbone:
 def test_k_is_8_by_default_and_can_be_chosen(checkpoint: Path, saved: Path) -> None:
     assert Backbone.load(checkpoint, device=DEVICE).latents == 8
     assert Backbone.load(saved, device=DEVICE).latents == 8
-    with pytest.warns(UserWarning, match="was trained with K = 8; K = 0 was chosen here"):
+    with pytest.warns(UserWarning, match="says K = 8; K = 0 is used here"):
         assert Backbone.load(saved, device=DEVICE, latents=0).latents == 0
 
 

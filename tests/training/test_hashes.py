@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from realvr.backbone import Backbone
 from realvr.cli import main
 from realvr.errors import UserError
+from realvr.hashes import changed_weights
 from realvr.training import loop
 from stage_runs import configure, lines, make, run
 
@@ -104,3 +105,28 @@ def test_edited_weights_load_with_a_note_until_the_hashes_are_removed(
     (folder / "weights.sha256").unlink()
     assert main(["ask", str(folder), "What?", "--max-new", "1", "--device", "cpu"]) == 0
     assert "realvr: note" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "where"), [("", ""), ("\n\n", ""), ("{good}\n# my notes\n", ", line 2,"), ("\0\n", ", line 1,")]
+)
+def test_a_list_of_hashes_that_cannot_be_read_says_nothing_about_the_weights(
+    text: str, where: str, half: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(half / "final", tmp_path / "model")
+    good = (folder / "weights.sha256").read_text().strip()
+    (folder / "weights.sha256").write_text(text.replace("{good}", good))
+    message = changed_weights(folder)
+    assert message is not None and message.startswith(f"{folder / 'weights.sha256'}{where} holds no SHA-256 hash")
+    assert "changed" not in message
+
+
+@pytest.mark.parametrize("option", ["--text", "--binary"])
+def test_both_formats_of_sha256sum_are_read(option: str, half: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(half / "final", tmp_path / "model")
+    names = [path.name for path in folder.glob("*.safetensors")]
+    made = subprocess.run(["sha256sum", option, *names], cwd=folder, capture_output=True, text=True, check=True)
+    (folder / "weights.sha256").write_text(made.stdout + "\n")
+    assert changed_weights(folder) is None
+    flip(folder / names[0], (folder / names[0]).stat().st_size // 2)
+    assert "is not the file that was saved" in str(changed_weights(folder))

@@ -82,10 +82,10 @@ def test_a_budget_goes_from_stage_one_through_stage_two_to_eval(
         return prompt_hash(backbone.prompt(conversation(sample, images)))
 
     asked, notes = evaluate("as-trained")
-    assert asked == prompt(12) and "was trained with" not in notes
+    assert asked == prompt(12) and "config.json" not in notes
     asked, notes = evaluate("other", "--max-tokens", "40")
     assert asked == prompt(40) != prompt(12)
-    assert f"note: {final} was trained with max_tokens = 12; max_tokens = 40 was chosen here" in notes
+    assert f"note: config.json of {final} says max_tokens = 12; max_tokens = 40 is used here" in notes
 
 
 def test_the_same_picture_has_as_many_visual_tokens_in_training_as_after_it(
@@ -104,7 +104,7 @@ def test_the_same_picture_has_as_many_visual_tokens_in_training_as_after_it(
     assert tokens == wanted <= HIGH and "realvr: note" not in notes
     tokens, notes = ask("--max-tokens", "60", "--latents", "2")
     assert tokens == stock_tokens(Backbone.load(stage_one, device="cpu"), (700, 420), LOW, 60) > HIGH
-    assert f"was trained with max_tokens = {HIGH}; max_tokens = 60" in notes and f"trained with K = {LATENTS}" in notes
+    assert f"says max_tokens = {HIGH}; max_tokens = 60 is used here" in notes and f"trained with K = {LATENTS}" in notes
 
 
 @pytest.mark.parametrize("verb", ["counterfactual", "exchange"])
@@ -119,18 +119,23 @@ def test_pairs_are_asked_as_in_training_unless_told_otherwise(
         return settings["model"]["images"], capsys.readouterr().err
 
     images, notes = ask("same")
-    assert images.startswith(f"{LOW} to {HIGH} visual tokens") and "was trained with" not in notes
+    assert (
+        images.startswith(f"{LOW} to {HIGH} visual tokens")
+        and "config.json" not in notes
+        and "trained with" not in notes
+    )
     images, notes = ask("other", "--min-tokens", "9", "--latents", "2")
     assert images.startswith(f"9 to {HIGH} visual tokens")
-    assert f"was trained with min_tokens = {LOW}; min_tokens = 9 was chosen here" in notes
+    assert f"says min_tokens = {LOW}; min_tokens = 9 is used here" in notes
     assert f"was trained with K = {LATENTS}; K = 2 was chosen explicitly" in notes
 
 
 def test_a_bound_given_alone_moves_the_other_out_of_its_way(stage_one: Path) -> None:
-    with pytest.warns(UserWarning, match=f"min_tokens = {LOW}, max_tokens = {HIGH}; min_tokens = 30, max_tokens = 30"):
+    both = f"says min_tokens = {LOW}, max_tokens = {HIGH}; min_tokens = 30, max_tokens = 30 are used here"
+    with pytest.warns(UserWarning, match=both):
         low = Backbone.load(stage_one, device="cpu", min_tokens=30)
     assert (low.processor.min_tokens, low.processor.max_tokens) == (30, 30)
-    with pytest.warns(UserWarning, match="was trained with"):
+    with pytest.warns(UserWarning, match=f"max_tokens = {HIGH}; min_tokens = 4, max_tokens = 4 are used here"):
         high = Backbone.load(stage_one, device="cpu", max_tokens=4)
     assert (high.processor.min_tokens, high.processor.max_tokens) == (4, 4)
     with pytest.raises(UserError, match="minimum 9 is over maximum 3"):
@@ -148,7 +153,7 @@ def test_tiles_are_remembered(build_tiny: Callable[[str], Path], data: Path, tmp
     assert 2 * per_tile <= visual_tokens(few, size) <= 5 * per_tile
     Backbone.load(model, device="cpu", tiles=False).save(tmp_path / "one")
     assert visual_tokens(Backbone.load(tmp_path / "one", device="cpu"), size) == per_tile
-    with pytest.warns(UserWarning, match="tiles = False; tiles = True was chosen"):
+    with pytest.warns(UserWarning, match="tiles = False; tiles = True is used here"):
         assert visual_tokens(Backbone.load(tmp_path / "one", device="cpu", tiles=True), size) == 13 * per_tile
     with pytest.warns(UserWarning, match="gemma3 ignores max_tiles"):
         Backbone.load(build_tiny("gemma3"), device="cpu", max_tiles=4)
@@ -214,7 +219,7 @@ def test_a_file_with_another_k_is_refused_and_a_flag_overrides_it(
     assert "--model.latents 5" in told and not (tmp_path / "run").exists()
     assert main(["train", "rl", str(config), "--model.latents", "2"]) == 0
     told = capsys.readouterr().err
-    assert f"{untrained} was trained with K = {LATENTS}; K = 2 was chosen here" in told
+    assert f"note: config.json of {untrained} says K = {LATENTS}; K = 2 is used here" in told
     assert Backbone.load(tmp_path / "run" / "final", device="cpu").latents == 2
 
 

@@ -114,10 +114,12 @@ def _announce(name: str, source: str, backbone: Backbone, known: dict[str, Any],
     before: dict[str, Any] = {key: value for key, value in stored.note().items() if key in now}
     if known.get("latents") and not backbone.markers_added:
         before["K"], now["K"] = known["latents"], backbone.latents
-    other = [f"{key} = {before[key]}" for key in before if before[key] != now[key]]
-    if other:
-        used = ", ".join(f"{key} = {now[key]}" for key in before if before[key] != now[key])
-        warnings.warn(f"{name} was trained with {', '.join(other)}; {used} was chosen here", stacklevel=3)
+    other = [key for key in before if before[key] != now[key]]
+    if other:  # not "was trained with": small random models are saved too, and nobody trained those
+        says, used = (", ".join(f"{key} = {values[key]}" for key in other) for values in (before, now))
+        warnings.warn(
+            f"config.json of {name} says {says}; {used} {'is' if len(other) == 1 else 'are'} used here", stacklevel=3
+        )
 
 
 def save(backbone: Backbone, directory: str | Path) -> Path:
