@@ -244,6 +244,47 @@ def test_a_name_that_two_pictures_share_joins_neither(voc_folder: Path, capsys: 
     assert "several pictures are called 'cell1'" in capsys.readouterr().out
 
 
+def test_a_whole_name_is_that_picture_alone(tmp_path: Path, encoded: Callable[..., bytes]) -> None:
+    """Also where a picture in a folder below has the same last name."""
+    (tmp_path / "sub").mkdir()
+    for number, name in enumerate(("0.png", "sub/0.png")):
+        (tmp_path / name).write_bytes(encoded(80, 40, number))
+    images = [{"id": 10 + n, "file_name": name} for n, name in enumerate(("0.png", "sub/0.png"))]
+    boxes = [{"image_id": 10 + n, "category_id": 1, "bbox": [8 * n, 0, 8, 8]} for n in range(2)]
+    content = {"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "bus"}]}
+    (tmp_path / "i.json").write_text(json.dumps(content))
+    asked = [
+        {"image": name, "category": "bus", "question": "Which?", "answer": name} for name in ("0.png", "sub/0.png")
+    ]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*asked, asked[0] | {"image": "0"}]))
+    rows = imported(
+        "coco", tmp_path / "i.json", "--questions", tmp_path / "q.jsonl", "--out", tmp_path / "o" / "x.jsonl"
+    )
+    assert [(row["answer"], row["boxes"][0]["xyxy"][0]) for row in rows] == [("0.png", 0.0), ("sub/0.png", 0.1)]
+
+
+def test_an_import_without_rows_keeps_what_was_there(voc_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = voc_folder / "out" / "x.jsonl"
+    before = imported("voc", voc_folder / "annotations", "--out", out)
+    wrong = ["voc", str(voc_folder / "annotations"), "--images", str(voc_folder / "nowhere"), "--out"]
+    assert main(["data", "import", *wrong, str(out)]) == 1
+    said = capsys.readouterr().out
+    assert f"no row to write: {out} is left as it is" in said and "left out 12 image_missing" in said
+    assert [json.loads(line) for line in out.read_text().splitlines()] == before
+    assert main(["data", "import", *wrong, str(voc_folder / "new.jsonl")]) == 1
+    assert not (voc_folder / "new.jsonl").exists()
+
+
+@pytest.mark.parametrize("size", [("1e-300", "1e300"), ("inf", "inf"), ("0", "0"), ("-3", "x")])
+def test_a_size_that_no_image_has_is_read_from_the_image(size: tuple[str, str], voc_folder: Path) -> None:
+    folder = voc_folder / "annotations"
+    good = imported("voc", folder, "--out", voc_folder / "good" / "x.jsonl")
+    for file in folder.glob("*.xml"):
+        stated = f"<size><width>{size[0]}</width><height>{size[1]}</height>"
+        file.write_text(file.read_text().replace("<size><width>64</width><height>48</height>", stated))
+    assert imported("voc", folder, "--out", voc_folder / "bad" / "x.jsonl") == good
+
+
 def test_inputs_that_are_something_else(voc_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = voc_folder / "captions.json"
     other.write_text(json.dumps({"images": [], "annotations": [{"caption": "x"}], "categories": []}))

@@ -83,7 +83,7 @@ def check(
     if quarantine is not None and any(_same(quarantine, path) for path in paths):
         raise UserError(f"{quarantine}: the quarantine file would overwrite an input; choose another name")
     if quarantine is not None and quarantine.is_file() and not is_quarantine(quarantine):
-        raise UserError(f"{quarantine}: is there and no quarantine file; choose another name, or remove it")
+        raise UserError(f"{quarantine}: exists and is not a quarantine file; choose another name, or remove it")
     return _check(list(paths), format, options, Report(quarantine=quarantine), max_dropped, json)
 
 

@@ -20,6 +20,8 @@ IMAGE_MISSING = "image_missing"
 IMAGE_NOT_A_FILE = "image_not_a_file"
 IMAGE_BROKEN = "image_broken"
 IMAGE_TOO_LARGE = "image_too_large"
+LARGEST_SIDE = 1 << 20
+"""No image is this wide or high, whatever a file says about it."""
 
 _ORIENTATION = 0x0112
 _T = TypeVar("_T")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -77,12 +78,16 @@ def import_boxes(
     with Bar("data import", len(pictures)) as bar:
         found = opened(pictures, losses, bar.advance)
         rows = _unique(_questions(found, asked, joined, counts))
-        try:
-            written = write(rows, "jsonl", out, link=link)
-        except OSError as error:
-            raise UserError(f"{out}: cannot be written ({error.strerror or error})") from None
-    _print(counts, categories, losses, f"wrote {written.rows:,} rows to {out}")
-    return WRITTEN if written.rows else NOTHING_WRITTEN
+        done = f"no row to write: {out} is left as it is" if out.exists() else "no row to write"
+        first = next(rows, None)
+        if first is not None:
+            try:
+                written = write(chain([first], rows), "jsonl", out, link=link)
+            except OSError as error:
+                raise UserError(f"{out}: cannot be written ({error.strerror or error})") from None
+            done = f"wrote {written.rows:,} rows to {out}"
+    _print(counts, categories, losses, done)
+    return WRITTEN if first is not None else NOTHING_WRITTEN
 
 
 def _questions(

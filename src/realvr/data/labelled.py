@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from realvr.data import reasons
-from realvr.data.image_file import ImageError
+from realvr.data.image_file import LARGEST_SIDE, ImageError
 from realvr.data.reasons import BadRow, FileError
 from realvr.data.sample import Box, ImageRef
 from realvr.data.streams import open_file
@@ -92,6 +92,12 @@ def _numbers(values: object, count: int) -> list[float] | None:
     return found if all(map(math.isfinite, found)) else None
 
 
+def _sides(values: list[Any]) -> tuple[float, float] | None:
+    """(width, height), where both are those of an image."""
+    size = _numbers(values, 2)
+    return (size[0], size[1]) if size and min(size) >= 1 and max(size) < LARGEST_SIDE else None
+
+
 def _name(value: object) -> str:
     """A category or file name: text that is not blank, else nothing."""
     return value.strip() if isinstance(value, str) else ""
@@ -125,8 +131,7 @@ def coco(file: Path, images: Path | None, losses: Losses) -> tuple[list[Annotate
         if not known or entry["id"] in found:
             losses.add(reasons.FIELD_MISSING, f"{file}: image {entry!r:.80} has no file_name or no id of its own")
             continue
-        size = _numbers([entry.get("width"), entry.get("height")], 2)
-        sized = (size[0], size[1]) if size and min(size) > 0 else None
+        sized = _sides([entry.get("width"), entry.get("height")])
         where = f"{file}, image {entry['id']}"
         found[entry["id"]] = Annotated(
             _name(entry["file_name"]), [images or file.parent], sized, where, key=str(entry["id"])
@@ -195,11 +200,10 @@ def _voc_file(file: Path, images: Path | None, losses: Losses) -> Annotated | No
     if root.tag != "annotation":
         losses.add(reasons.FORMAT_UNKNOWN, f"{file}: the root element is <{root.tag}>, <annotation> is expected")
         return None
-    size = [_number(root.findtext(f"size/{key}")) for key in ("width", "height")]
-    sized = (size[0], size[1]) if all(value is not None and value > 0 for value in size) else None
+    sized = _sides([_number(root.findtext(f"size/{key}")) for key in ("width", "height")])
     folders = [images] if images else [file.parent / other for other in _VOC_IMAGE_FOLDERS]
     name = _name(root.findtext("filename")) or f"{file.stem}.jpg"
-    picture = Annotated(name.replace("\\", "/").rsplit("/", 1)[-1], folders, sized, str(file))  # type: ignore[arg-type]
+    picture = Annotated(name.replace("\\", "/").rsplit("/", 1)[-1], folders, sized, str(file))
     for number, entry in enumerate(root.findall("object"), start=1):
         category = _name(entry.findtext("name"))
         corners = [_number(entry.findtext(f"bndbox/{key}")) for key in ("xmin", "ymin", "xmax", "ymax")]

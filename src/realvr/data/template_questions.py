@@ -129,7 +129,8 @@ class JoinedQuestions:
     def __init__(self, file: Path, pictures: Sequence[Annotated], categories: Sequence[str], losses: Losses) -> None:
         self.file, self.losses = file, losses
         called = Counter(alias for picture in pictures for alias in picture.aliases)
-        self.ambiguous = {alias for alias, count in called.items() if count > 1}
+        self.whole = Counter(picture.name for picture in pictures)  # "0.jpg" is that one, not also "sub/0.jpg"
+        self.ambiguous = {alias for alias, count in called.items() if count > 1 and self.whole[alias] != 1}
         self.categories = {name.casefold(): name for name in categories}
         self.rows: dict[str, list[tuple[int, dict[str, Any]]]] = {}
         self.used: set[int] = set()
@@ -148,7 +149,7 @@ class JoinedQuestions:
 
     def about(self, picture: Picture) -> Iterator[Sample]:
         """The questions about one picture, by any of its names that no other picture has."""
-        names = picture.aliases - self.ambiguous
+        names = {name for name in picture.aliases - self.ambiguous if name == picture.name or not self.whole[name]}
         for number, row in sorted((entry for name in names for entry in self.rows.get(name, ())), key=lambda e: e[0]):
             self.used.add(number)
             try:

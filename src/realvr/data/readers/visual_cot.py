@@ -14,6 +14,7 @@ import re
 from typing import Any, TypeGuard
 
 from realvr.data import reasons
+from realvr.data.image_file import LARGEST_SIDE
 from realvr.data.readers.base import (
     Context,
     Format,
@@ -34,8 +35,6 @@ from realvr.data.sample import Box, ImageRef, Message, Sample, strip_image_tags
 from realvr.data.streams import json_rows
 
 BOX_REQUEST = "Please provide the bounding box coordinate of the region that can help you answer the question better."
-LARGEST_SIDE = 1 << 20
-"""No image is this wide or high, whatever its row says."""
 _REQUEST = re.compile(re.escape(BOX_REQUEST) + r"\s*")
 
 
