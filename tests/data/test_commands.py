@@ -103,7 +103,7 @@ def test_a_quarantine_file_is_of_the_last_check(file: Path, capsys: pytest.Captu
     assert check([file], quarantine=quarantine) == 0 and not quarantine.exists()
     other = file.with_name("mine.jsonl")
     other.write_text(text)
-    with pytest.raises(UserError, match="no quarantine file; choose another name"):
+    with pytest.raises(UserError, match="not a quarantine file; choose another name"):
         check([file], quarantine=other)  # a file of the user's own is neither removed nor replaced
     assert other.read_text() == text
     file.write_text(text + "{}\n")

@@ -131,6 +131,19 @@ def test_brackets_that_the_list_lost_or_gained(tmp_path: Path) -> None:
     assert lvr(tmp_path, broken)[0] == names  # objects over several lines
 
 
+@pytest.mark.parametrize("line", ["[]", '["id", "images"]', '[{"role": "user"}]', "[1, 2]", "null"])
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_a_line_that_is_no_object_costs_no_other(line: str, place: int, tmp_path: Path) -> None:
+    rows = [json.dumps({"id": str(n), "images": ["a.png"], "question": "Q?", "answer": "x"}) for n in range(4)]
+    file = tmp_path / "x.jsonl"
+    file.write_text("\n".join([*rows[:place], line, *rows[place:]]) + "\n")
+    report = Report()
+    found = list(read(file, "jsonl", ReadOptions(check_images="none"), report))
+    assert [sample.id for sample in found] == ["0", "1", "2", "3"]
+    assert report.rows == 5 and report.dropped == {"row_malformed": 1}
+    assert f"row {place + 1}:" in report.examples["row_malformed"]
+
+
 def test_a_list_that_ends_inside_a_row(tmp_path: Path) -> None:
     rows = [lvr_row(k) for k in range(4)]
     for length in range(1, len(rows[3])):

@@ -38,15 +38,24 @@ def open_file(path: Path) -> BinaryIO:
 def json_rows(path: Path) -> Iterator[Row]:
     """Rows of a JSON array or of a JSON-lines file, whichever its first line says."""
     with open_file(path) as source:
-        line = source.readline(CHUNK).removeprefix(codecs.BOM_UTF8).strip()
-        while not line and source.tell() < path.stat().st_size:
-            line = source.readline(CHUNK).strip()
-    lost = path.suffix.lower() == ".json" and line[:1] == b"{" and not _is_object(line)
-    return _array_rows(path) if line[:1] == b"[" or lost else _line_rows(path)
+        line = _filled_line(source).removeprefix(codecs.BOM_UTF8).strip()
+        following = _filled_line(source)[:1] if line[:1] == b"[" else b""
+    lost = path.suffix.lower() == ".json" and line[:1] == b"{" and not _is_whole(line)
+    # A first line that is a whole list, with an object after it, is one bad row of a JSON-lines file.
+    stray = path.suffix.lower() == ".jsonl" and following == b"{" and _is_whole(line)
+    return _array_rows(path) if lost or (line[:1] == b"[" and not stray) else _line_rows(path)
 
 
-def _is_object(line: bytes) -> bool:
-    """Whether a line is one whole object. If not, the file is a list that lost its bracket, or was broken up."""
+def _filled_line(source: BinaryIO) -> bytes:
+    """The next line that is not blank; empty at the end of the file."""
+    while line := source.readline(CHUNK):
+        if line.removeprefix(codecs.BOM_UTF8).strip():
+            return line.strip()
+    return b""
+
+
+def _is_whole(line: bytes) -> bool:
+    """Whether a line is one whole value. If not, the file is a list that lost its bracket, or was broken up."""
     text = line.decode("utf-8", "surrogateescape")
     try:
         return not text[json.JSONDecoder().raw_decode(text)[1] :].strip()
