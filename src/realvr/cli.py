@@ -139,6 +139,10 @@ def _dispatch(args: list[str]) -> int:
 
 
 def _run(name: str, args: list[str]) -> int:
+    for flag, value in zip(args, args[1:] + ["-"], strict=True):
+        if flag in ("--out=", "--run.out=") or (flag in ("--out", "--run.out") and not value.strip()):
+            # A shell variable that is not set: as a path it would be the folder one happens to be in.
+            raise UserError(f"{flag.rstrip('=')} is empty: name a folder (. is the one you are in)")
     command = COMMANDS[name]
     function = getattr(importlib.import_module(command.module), command.function)
     if command.raw:

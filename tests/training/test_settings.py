@@ -111,6 +111,7 @@ def test_flags_go_on_top_of_the_file_and_the_result_reads_back(config: Path, tmp
         ({"optim": {"lr": float("nan")}}, "optim.lr: Input should be a finite number"),
         ({"optim": {"warmup": 2.5}}, "neither a share below 1 nor a whole number"),
         ({"model": {}}, "'model.path' is required"),
+        ({"run": {"out": " "}}, "run.out: it is empty: name a folder"),
         ({"data": {"sources": []}}, "data.sources: List should have at least 1 item"),
         ({"data": {"sources": [{"path": "x", "weight": 0}]}}, "every source has weight 0"),
         ({"model": {"path": "m", "min_tokens": 9, "max_tokens": 3}}, "min_tokens 9 is over max_tokens 3"),

@@ -319,7 +319,7 @@ def build(family: str, size: str, directory: Path, seed: int = 0) -> Path:
             for path in sorted(staging.iterdir(), key=lambda path: path.name == "config.json"):
                 path.replace(directory / path.name)
     except Exception as error:  # a parent that is a file, no permission, a full disk: libraries wrap it in their own
-        if explained(error) is None:
+        if explained(error) is None and not isinstance(error, OSError):
             raise
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{directory} cannot be written ({reason})") from error

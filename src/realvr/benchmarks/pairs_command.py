@@ -205,7 +205,9 @@ def _positions(asked: tuple[int, ...] | None, latents: int) -> tuple[int, ...]:
     if asked is None:
         return tuple(k for k in USUAL_KS if k <= latents)
     if asked[-1] > latents:
-        raise UserError(f"--k asks for {asked[-1]} positions, but the span has K = {latents} slots: leave it out")
+        raise UserError(
+            f"--k asks for {asked[-1]} positions, but the span has K = {latents} slots: lower it, or leave --k out"
+        )
     return asked
 
 

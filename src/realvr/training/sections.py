@@ -209,3 +209,10 @@ class RunSettings(Section):
     """Seed of everything random but the order of the data."""
     max_bad_steps: int = Field(default=5, ge=0)
     """Steps in a row with a NaN or infinite loss or gradient that are skipped before the run stops."""
+
+    @field_validator("out", mode="before")
+    @classmethod
+    def _named(cls, out: object) -> object:
+        if isinstance(out, str) and not out.strip():
+            raise ValueError("it is empty: name a folder (. is the one you are in)")
+        return out
