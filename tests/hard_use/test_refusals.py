@@ -133,8 +133,15 @@ def test_something_else_where_a_file_should_be(inside: str, place: Place, tmp_pa
         out.mkdir()
         (out / inside).write_text("mine")
     done = forked(place.verbs["sft"].args(out), tmp_path)
-    if inside != "final":  # which is moved aside like an earlier one
-        assert_one_line(done, str(out / inside))
+    assert_one_line(done, str(out / inside))
+    assert (out / inside).is_dir() or (out / inside).read_text() == "mine"
+
+
+def test_a_folder_that_no_run_wrote_is_not_replaced(place: Place, tmp_path: Path) -> None:
+    (tmp_path / "run" / "final").mkdir(parents=True)
+    (tmp_path / "run" / "final" / "thesis.tex").write_text("mine")
+    line = assert_one_line(forked(place.verbs["sft"].args(tmp_path / "run"), tmp_path), "move it away")
+    assert str(tmp_path / "run" / "final") in line and (tmp_path / "run" / "final" / "thesis.tex").exists()
 
 
 # ---------------------------------------------------------------------- memory

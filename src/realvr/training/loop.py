@@ -42,6 +42,8 @@ def train(task: Task, settings: TrainSettings, engine: Engine) -> int:
 
 def _train(task: Task, settings: TrainSettings, engine: Engine) -> int:
     out, shown = settings.run.out, engine.main and settings.log.console
+    if engine.main:
+        _refuse_foreign(out)
     checkpoints = Checkpoints(out, settings.checkpoint, engine)
     with busy(f"train {_kind(settings)}: preparing the run", shown):
         engine.prepare(task.module, settings.optim)
@@ -84,6 +86,12 @@ def _train(task: Task, settings: TrainSettings, engine: Engine) -> int:
             export(task, settings, engine, tracker.last)
         tracker.note(f"done: {out / 'final'}")
     return 0
+
+
+def _refuse_foreign(out: Path) -> None:
+    """The end of a run replaces ``final``: what no run wrote must not go."""
+    if (out / "final").exists() and not (out / "settings.yaml").exists():
+        raise UserError(f"{out / 'final'} is not of a training run: move it away, or choose another run.out")
 
 
 def _refuse_untrained(progress: Progress, out: Path) -> None:
