@@ -14,6 +14,7 @@ from PIL import Image
 from eval_cases import Constant, make_world
 from realvr.benchmarks.catalog import BLINK_ROWS, PAPER_BLINK
 from realvr.benchmarks.identity import differs
+from realvr.benchmarks.published import benchmark_row
 from realvr.benchmarks.questions import load
 from realvr.benchmarks.runner import EvalSettings, evaluate
 from realvr.cli import main
@@ -176,6 +177,35 @@ def test_the_papers_mme_number_is_over_the_lite_set(tmp_path: Path, capsys: pyte
         (run / "eval.json").write_text(json.dumps(record))
         assert main(["score", str(run), "--beside", "ReaLVR@Qwen2.5-VL-7B"]) == 0
         assert ("52.2" in capsys.readouterr().out) == there
+
+
+@pytest.mark.parametrize("part", [None, "hrbench-8k"])
+def test_the_papers_mean_needs_all_five_published_sets(
+    part: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = {
+        name: {"format": form, "questions": rows, "tasks": [], "limit": None}
+        for name, form, rows in (
+            ("mmvp", "mmvp", 300),
+            ("hrbench-4k", "hr-bench", 800),
+            ("hrbench-8k", "hr-bench", 800),
+            ("mme-realworld-lite", "mme-realworld", 1_919),
+        )
+    } | {"blink": blink()}
+    if part is not None:
+        facts[part]["limit"] = 800
+    row = {"question": "1", "condition": "own", "latents": 0, "seed": 0, "answer": "A"}
+    row |= {"text": "A", "extracted": "A", "correct": True, "task": "Counting", "cycle": "0", "category": "single"}
+    lines = [json.dumps({"bench": name} | row) + "\n" for name in facts]
+    (tmp_path / "predictions.jsonl").write_text("".join(lines))
+    record = {"responder": {"latents": 0}, "benches": facts, "sets": {name: {"world": False} for name in facts}}
+    (tmp_path / "eval.json").write_text(json.dumps(record))
+    assert main(["score", str(tmp_path), "--beside", "ReaLVR@Qwen2.5-VL-7B"]) == 0
+    mean = benchmark_row("ReaLVR@Qwen2.5-VL-7B").values["average"][0]
+    lines = [line for line in (tmp_path / "summary.csv").read_text().splitlines() if "published" in line]
+    assert any(line.startswith("five-task mean") and f",{mean:.1f}," in line for line in lines) == (part is None)
+    assert len(lines) == (6 if part is None else 4)
+    assert "Score" in capsys.readouterr().out
 
 
 def test_runs_of_earlier_versions_get_todays_names(world: dict[str, Path], whole: Path, tmp_path: Path) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
 
 from realvr.backbone import images as backbone_images
 from realvr.backbone.images import open_image
@@ -94,25 +95,36 @@ def test_keys_are_equal_exactly_for_equal_pictures(tmp_path: Path) -> None:
     image, other, large = noise(), noise(seed=1), noise(64, 64)
     for name, one in (("a.png", image), ("b.bmp", image), ("c.png", other), ("large.png", large)):
         one.save(tmp_path / name)
-    (tmp_path / "broken.png").write_bytes((tmp_path / "a.png").read_bytes()[:200])
+    for name, source in (("broken.png", "a.png"), ("broken too.png", "c.png")):
+        (tmp_path / name).write_bytes((tmp_path / source).read_bytes()[:200])
     (tmp_path / "no.png").write_bytes(b"not an image")
-    names = ["a.png", "b.bmp", "c.png", "large.png", "broken.png", "no.png", "missing.png", "a.png"]
+    names = ["a.png", "b.bmp", "c.png", "large.png", "broken.png", "no.png", "missing.png", "a.png", "broken too.png"]
     refs = [ImageRef.from_path(tmp_path / name) for name in names]
     refs.append(ImageRef.from_bytes("inline", encoded(image, "PNG", compress_level=0)))
     keys = picture_keys(refs)
-    assert keys[0] == keys[1] == keys[7] == keys[8]
-    assert len(set(keys)) == 6
+    assert keys[0] == keys[1] == keys[7] == keys[9]
+    assert len(set(keys)) == 7
     assert picture_keys(refs) == keys and picture_keys([]) == []
 
 
-def test_a_size_that_occurs_once_needs_no_pixels(tmp_path: Path) -> None:
+def test_a_size_that_occurs_once_needs_no_pixels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Benchmarks of thousands of photographs are not decoded to find out that they differ."""
     from realvr.data.pictures import picture_keys
 
     refs = []
     for number in range(4):
-        noise(20 + number, 20).save(tmp_path / f"{number}.png")
-        data = (tmp_path / f"{number}.png").read_bytes()
-        (tmp_path / f"{number}.png").write_bytes(data[: len(data) // 2])  # the header is enough
-        refs.append(ImageRef.from_path(tmp_path / f"{number}.png"))
-    assert len(set(picture_keys(refs))) == 4
+        noise(20 + number, 20).save(tmp_path / f"{number}.jpg")
+        refs.append(ImageRef.from_path(tmp_path / f"{number}.jpg"))
+    decoded = []
+    load = ImageFile.ImageFile.load
+
+    def counted(image: ImageFile.ImageFile) -> Any:
+        decoded.append(image.size)
+        return load(image)
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", counted)
+    assert len(set(picture_keys(refs))) == 4 and not decoded
+    noise(20, 20, seed=1).save(tmp_path / "same size.jpg")
+    decoded.clear()
+    assert len(set(picture_keys([*refs, ImageRef.from_path(tmp_path / "same size.jpg")]))) == 5
+    assert decoded and set(decoded) == {(20, 20)}
