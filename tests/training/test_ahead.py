@@ -200,7 +200,7 @@ def test_a_step_of_unusable_examples_stops_with_their_reason(model: Path, data: 
     for picture in sorted((tmp_path / "broken").rglob("*.png")):
         picture.write_bytes(b"nothing")
     task, found, engine = make("base", settings(model, broken, tmp_path / "run"))
-    with pytest.raises(UserError, match="cannot be used.*unreadable_image"):
+    with pytest.raises(UserError, match="could not be encoded: 6 unreadable_image"):
         loop.train(task, found, engine)
 
 

@@ -105,7 +105,7 @@ def test_rejected_rows_are_counted_and_replaced(kind: str, trained: Path, tmp_pa
     records = run(kind, raw)
     assert records[-1]["data/rejected_per_rank"] >= 1 and all(line["loss"] is not None for line in records)
     none = configure(kind, trained, write(found, tmp_path), tmp_path / "none", **{key: 20})
-    with pytest.raises(UserError, match="can be used.*too_long"):
+    with pytest.raises(UserError, match="could not be encoded: .* too_long .*none can be used"):
         run(kind, none)
 
 
