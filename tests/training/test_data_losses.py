@@ -246,5 +246,8 @@ def test_edited_images_are_noticed_on_resume(trained: Path, tmp_path: Path, caps
     assert main(more) == 2
     said = capsys.readouterr().err
     assert str(changed) in said and names[0] not in said and "--checkpoint.changed-data accept" in said
+    shutil.copy(kept, changed)  # its bytes, at another time
+    assert main(more) == 2
+    assert f"{changed} was written again (same size" in capsys.readouterr().err
     shutil.copy2(kept, changed)  # with its time
     assert main(more) == 0

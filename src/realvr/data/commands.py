@@ -56,8 +56,8 @@ def check(
 ) -> int:
     """Read every row, open every image, and say what is usable.
 
-    Exit code: 0 usable, 1 an input loses more than --max-dropped of its rows (or all), 2 an input could not be read (or
-    --policy strict met a bad row). Other inputs are still read after one that could not be.
+    Exit code: 0 usable, 1 an input loses more than --max-dropped of its rows (or all, or a listed file), 2 one could
+    not be read (or --policy strict met a bad row). Other inputs are still read after one that could not be.
 
     Examples:
       realvr data check hr_bench_4k.tsv MMVP/ --quarantine bad.jsonl
