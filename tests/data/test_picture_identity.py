@@ -95,10 +95,10 @@ def test_keys_are_equal_exactly_for_equal_pictures(tmp_path: Path) -> None:
     image, other, large = noise(), noise(seed=1), noise(64, 64)
     for name, one in (("a.png", image), ("b.bmp", image), ("c.png", other), ("large.png", large)):
         one.save(tmp_path / name)
-    for name, source in (("broken.png", "a.png"), ("broken too.png", "c.png")):
-        (tmp_path / name).write_bytes((tmp_path / source).read_bytes()[:200])
+    for name, source in (("broken.jpg", image), ("broken too.jpg", other)):  # their headers say the same size
+        (tmp_path / name).write_bytes(encoded(source, "JPEG")[:-200])
     (tmp_path / "no.png").write_bytes(b"not an image")
-    names = ["a.png", "b.bmp", "c.png", "large.png", "broken.png", "no.png", "missing.png", "a.png", "broken too.png"]
+    names = ["a.png", "b.bmp", "c.png", "large.png", "broken.jpg", "no.png", "missing.png", "a.png", "broken too.jpg"]
     refs = [ImageRef.from_path(tmp_path / name) for name in names]
     refs.append(ImageRef.from_bytes("inline", encoded(image, "PNG", compress_level=0)))
     keys = picture_keys(refs)
