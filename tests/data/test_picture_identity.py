@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import io
+import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image, ImageFile
+from PIL import Image, ImageFile, PngImagePlugin
 
 from realvr.backbone import images as backbone_images
 from realvr.backbone.images import open_image
+from realvr.data.image_file import image_size
 from realvr.data.sample import ImageRef
 
 ORIENTATION = 0x0112
@@ -128,3 +130,18 @@ def test_a_size_that_occurs_once_needs_no_pixels(tmp_path: Path, monkeypatch: py
     decoded.clear()
     assert len(set(picture_keys([*refs, ImageRef.from_path(tmp_path / "same size.jpg")]))) == 5
     assert decoded and set(decoded) == {(20, 20)}
+
+
+def test_the_size_of_a_png_is_read_without_its_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = noise(31, 17)
+    usual, before = encoded(plain, "PNG"), encoded(plain, "PNG", exif=exif(6))
+    (length,) = struct.unpack(">I", before[before.index(b"eXIf") - 4 : before.index(b"eXIf")])
+    start = before.index(b"eXIf") - 4
+    chunk, rest = before[start : start + length + 12], before[:start] + before[start + length + 12 :]
+    behind = rest[: rest.index(b"IEND") - 4] + chunk + rest[rest.index(b"IEND") - 4 :]
+    decoded: list[int] = []
+    load = PngImagePlugin.PngImageFile.load
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", lambda self: decoded.append(1) or load(self))
+    assert (image_size(usual), image_size(before), decoded) == ((31, 17), (17, 31), [])
+    assert image_size(behind) == (17, 31) == open_image(behind).size
+    assert decoded  # where something stands behind the pixels, Pillow has to look

@@ -74,7 +74,29 @@ def _within_bound(source: BinaryIO, name: str, use: Callable[[Image.Image], _T])
 def _upright_size(image: Image.Image) -> tuple[int, int]:
     """(width, height) after the rotation that the file asks for, which `open_image` applies."""
     width, height = image.size
-    return (height, width) if image.getexif().get(_ORIENTATION) in (5, 6, 7, 8) else (width, height)
+    if width == height:
+        return width, height
+    # Pillow decodes a whole PNG in search of EXIF data behind its pixels.
+    exif = image.getexif() if image.format != "PNG" or _tells_after_pixels(image) else Image.Image.getexif(image)
+    return (height, width) if exif.get(_ORIENTATION) in (5, 6, 7, 8) else (width, height)
+
+
+def _tells_after_pixels(image: Image.Image) -> bool:
+    """Whether a PNG holds text or EXIF data behind its pixels; reads the heads of its chunks only."""
+    file: Any = image.fp  # type: ignore[attr-defined]
+    place = file.tell()
+    try:
+        file.seek(8)
+        pixels = False
+        while len(head := file.read(8)) == 8:
+            kind = head[4:]
+            if pixels and kind in (b"eXIf", b"tEXt", b"zTXt", b"iTXt"):
+                return True
+            pixels = pixels or kind == b"IDAT"
+            file.seek(int.from_bytes(head[:4], "big") + 4, io.SEEK_CUR)
+        return False
+    finally:
+        file.seek(place)
 
 
 def image_size(data: bytes, name: str = "image") -> tuple[int, int]:
