@@ -50,7 +50,8 @@ def test_check_counts(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_check_exit_codes(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check([tmp_path / "nothing.json"]) == 2
-    assert "no such file" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("realvr: error: ") and "no such file" in line
     assert check([file, tmp_path]) == 2, "one unreadable input is enough, the others are still read"
     captured = capsys.readouterr()
     assert "folder" in captured.err and "x.jsonl" in captured.out

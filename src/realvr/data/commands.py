@@ -38,7 +38,8 @@ Grids = Callable[[Image.Image], Grid]
 
 
 def _fail(error: Exception) -> None:
-    Console(stderr=True, soft_wrap=True).print(f"[bold red]error[/]: {escape(str(error))}", highlight=False)
+    """As the other verbs do, for one input of several."""
+    print(f"realvr: error: {error}", file=sys.stderr)
 
 
 def check(
