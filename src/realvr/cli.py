@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import NamedTuple
 
 from realvr import __version__
@@ -139,7 +140,7 @@ def _dispatch(args: list[str]) -> int:
 
 
 def _run(name: str, args: list[str]) -> int:
-    for flag, value in zip(args, args[1:] + ["-"], strict=True):
+    for flag, value in pairwise([*args, "-"]):
         if flag in ("--out=", "--run.out=") or (flag in ("--out", "--run.out") and not value.strip()):
             # A shell variable that is not set: as a path it would be the folder one happens to be in.
             raise UserError(f"{flag.rstrip('=')} is empty: name a folder (. is the one you are in)")
