@@ -105,11 +105,12 @@ def counterfactual(
         with summarising(answers, moved):
             summary = counterfactual_summary.summarise_pairs(_of(answers, kept), _of(moved, kept))
             report = counterfactual_summary.report(summary, model)
+            replies = _of(answers, kept)
+            unread = [(one["pair"], error) for one in replies for error in one["errors"] if error is not None]
         _write(
             out, "counterfactual", summary | {"settings": settings}, report, counterfactual_summary.csv_rows(summary)
         )
         _show(counterfactual_summary.HEADER, counterfactual_summary.table_rows(summary), model, out)
-        unread = [(one["pair"], error) for one in _of(answers, kept) for error in one["errors"] if error is not None]
         _tell_unread(unread, len(pairs), "wrong, and as no change")
         _tell_controls(summary)
     return 0
@@ -189,9 +190,9 @@ def exchange(
         with summarising(journal):
             summary = exchange_summary.summarise_exchange(journal.records)
             report = exchange_summary.report(summary, model)
+            unread = [(one["pair"], one["error"]) for one in journal.records if one["condition"] == "error"]
         _write(out, "exchange", summary | {"settings": settings}, report, exchange_summary.csv_rows(summary))
         _show(exchange_summary.HEADER, exchange_summary.table_rows(summary), model, out)
-        unread = [(one["pair"], one["error"]) for one in journal.records if one["condition"] == "error"]
         _tell_unread(unread, len(changed), "")
         _tell_controls(summary)
     return 0
@@ -247,8 +248,8 @@ def _tell_unread(errors: Sequence[tuple[str, str]], pairs: int, counted: str) ->
     if errors:
         found = len(dict(errors))
         what = f"count as {counted}" if counted else "are left out"
-        first = ": ".join(errors[0])
-        _note(f"{found} of {pairs} pairs cannot be read; these {what} (first: {first})")
+        pair, error = errors[0]
+        _note(f"{found} of {pairs} pairs cannot be read; these {what} (first: {pair}: {error})")
 
 
 def _tell_controls(summary: dict[str, Any]) -> None:
