@@ -136,7 +136,8 @@ def write_weights(directory: Path, family: str, model: Any, head: bool, shards: 
 def agree(backbone: Backbone, model: Any) -> None:
     """Logits of ours are those of the model's hidden states times its output layer, for every stored row."""
     prompts = [backbone.prompt(ask(0))]
-    hidden = model(**stock_inputs(backbone, prompts), output_hidden_states=True).hidden_states[-1]
+    inputs = {name: value.cpu() for name, value in stock_inputs(backbone, prompts).items()}  # as both models are
+    hidden = model(**inputs, output_hidden_states=True).hidden_states[-1]
     expected = hidden.float() @ model.lm_head.weight.float().T
     _, mine = prefill(backbone, backbone.batch(prompts))
     logits = backbone.logits(mine)[..., : expected.shape[-1]]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from golden_cases import CaseImage, make_image
-from helpers import DEVICE, DTYPE, load_stock
+from helpers import DTYPE, load_stock
 from realvr.backbone import Backbone
 from realvr.cli import main
 from realvr.data import boxes as rule
@@ -54,8 +54,8 @@ class Stock:
 
 @pytest.fixture(scope="module")
 def seen(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Stock:
-    backbone = Backbone.load(saved, dtype=DTYPE, device=DEVICE)
-    model = load_stock(saved)
+    backbone = Backbone.load(saved, dtype=DTYPE, device="cpu")
+    model = load_stock(saved).cpu()
     processor = type(backbone.processor.stock).from_pretrained(saved)
     found = [picture_tokens(model, processor, image) for image in images()]
     return Stock(backbone, [tokens for tokens, _ in found], [grid for _, grid in found])
