@@ -20,16 +20,16 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from realvr.backbone.backbone import Backbone
-from realvr.backbone.families import FAMILIES
-from realvr.backbone.images import ImageProcessor
 from realvr.backbone.loading import add_markers
-from realvr.backbone.presets import PRESETS, preset_config
-from realvr.backbone.tiny_tokenizer import build_tokenizer
 from realvr.backbone.types import Prompt, Turn
-from realvr.latent.engine import prefill, think
-from realvr.latent.group import decode, rollout
+from realvr.families import FAMILIES
+from realvr.imaging.processing import ImageProcessor
+from realvr.latent.group_rollout import decode, rollout
 from realvr.latent.recurrence import trajectory
 from realvr.latent.sampling import Sampling
+from realvr.latent.span import prefill, think
+from realvr.zoo.presets import PRESETS, preset_config
+from realvr.zoo.tiny_tokenizer import build_tokenizer
 
 
 def random_backbone(preset: str, device: torch.device, dtype: torch.dtype, layers: int | None) -> Backbone:
@@ -125,8 +125,8 @@ def run(preset: str, device: torch.device, dtype: torch.dtype, args: argparse.Na
         flush=True,
     )
     with torch.no_grad():
-        measure("vision encode", lambda: backbone.see(batch.images), device, args.repeats)
-        visual = backbone.see(batch.images)
+        measure("vision encode", lambda: backbone.encode_images(batch.images), device, args.repeats)
+        visual = backbone.encode_images(batch.images)
         measure("prefill", lambda: prefill(backbone, batch, visual), device, args.repeats)
         state, _ = prefill(backbone, batch, visual)
         measure("8 latents (and both markers)", lambda: think(backbone, state, 8), device, args.repeats)

@@ -40,9 +40,9 @@ import reference  # noqa: E402
 from golden_cases import CaseImage, make_image  # noqa: E402
 from realvr.backbone import FAMILIES, Backbone, Probe, Prompt, Turn  # noqa: E402
 from realvr.backbone.prompts import tail  # noqa: E402
-from realvr.backbone.tiny import build  # noqa: E402
 from realvr.latent import Sampling, extend, prefill, score, splice, think, trajectory  # noqa: E402
-from realvr.latent.group import rollout  # noqa: E402
+from realvr.latent.group_rollout import rollout  # noqa: E402
+from realvr.zoo.tiny import build  # noqa: E402
 
 K = 8
 GROUP = 4

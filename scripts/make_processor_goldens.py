@@ -26,8 +26,8 @@ import torch  # noqa: E402
 from transformers import AutoProcessor  # noqa: E402
 
 import golden_cases  # noqa: E402
-from realvr.backbone import tiny  # noqa: E402
-from realvr.backbone.families import FAMILIES, Family  # noqa: E402
+from realvr.families import FAMILIES, Family  # noqa: E402
+from realvr.zoo import tiny  # noqa: E402
 
 # Stock processors hold a video processor too, which a checkpoint without videos does not describe.
 VIDEO_PROCESSORS = {

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from realvr.backbone import Backbone
-from realvr.benchmarks.model_responder import ModelResponder
-from realvr.benchmarks.responder import Plan, Request
-from realvr.commands.quiet import quiet_transformers
+from realvr.backbone.samples import conversation
 from realvr.data.sample import Sample
+from realvr.evaluation.model_responder import ModelResponder
+from realvr.evaluation.responder import Plan, Request
 from realvr.latent.sampling import Sampling
+from realvr.runs.quiet import quiet_transformers
 from realvr.training import rewards
-from realvr.training.examples import conversation
 from realvr.world.benchmarks import Resize
 from realvr.world.questions import EASY_EXTRA_KINDS, EASY_KINDS
 from realvr.world.splits import Recipe, samples

@@ -20,7 +20,7 @@ from mini_accuracy import measure
 
 from realvr.backbone import Backbone
 from realvr.backbone.released import as_released
-from realvr.commands.quiet import quiet_transformers
+from realvr.runs.quiet import quiet_transformers
 from realvr.training.card import usage
 
 

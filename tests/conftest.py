@@ -13,7 +13,7 @@ import reference
 from helpers import DEVICE, DTYPE, load_stock
 from pair import Pair, exact_pair
 from realvr.backbone import FAMILIES, Backbone
-from realvr.backbone.tiny import build
+from realvr.zoo.tiny import build
 
 if DEVICE == "cpu":
     torch.set_num_threads(1)  # the models are tiny and pytest-xdist brings its own processes

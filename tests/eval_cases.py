@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realvr.benchmarks.questions import Questions, load
-from realvr.benchmarks.responder import Plan, Reply, Request
 from realvr.cli import main
+from realvr.evaluation.questions import Questions, load
+from realvr.evaluation.responder import Plan, Reply, Request
 
 WIDTH = 4
 CLOCKS = ("seconds",)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from realvr.benchmarks.pairs import Pair, pair_up
-from realvr.benchmarks.responder import Plan, Reply, Request
 from realvr.data.sample import Sample
+from realvr.diagnostics.pairs import Pair, pair_up
+from realvr.evaluation.responder import Plan, Reply, Request
 from realvr.world.splits import Recipe, samples
 
 SIZE = (48, 48)

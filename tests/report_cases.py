@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import stage_runs
-from realvr.backbone.tiny import build
-from realvr.benchmarks.counterfactual_summary import summarise_pairs
-from realvr.benchmarks.exchange_summary import summarise_exchange
 from realvr.cli import main
+from realvr.diagnostics.counterfactual_summary import summarise_pairs
+from realvr.diagnostics.exchange_summary import summarise_exchange
+from realvr.zoo.tiny import build
 
 ARMS = ("Direct", "LVR-RL", "ReaLVR")
 BENCHES = {

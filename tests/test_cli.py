@@ -86,7 +86,7 @@ def test_ask_without_latents_has_no_span(model: Path, picture: Path) -> None:
 
 
 def test_ask_takes_the_first_answer_block() -> None:
-    from realvr.commands.ask import extract
+    from realvr.cli.ask import extract
 
     assert extract("so <answer> B </answer> and <answer>C</answer>") == "B"
     assert extract("  no block ") == "no block"
@@ -160,7 +160,7 @@ def test_a_warning_is_one_line(tmp_path: Path, picture: Path) -> None:
 
 
 def test_every_family_answers_through_the_path_of_ask(backbone: Backbone, picture: Path) -> None:
-    from realvr.commands.ask import answer
+    from realvr.cli.ask import answer
     from realvr.latent.sampling import Sampling
 
     found = answer(backbone, [picture], "What colour is the circle?", 2, Sampling(temperature=0.0, max_new=3))

@@ -73,7 +73,7 @@ def test_files_that_are_named_exist() -> None:
     pattern = r"(?<![\w/.])((?:configs|scripts|benchmarks|reference|tests)/[\w./-]+\.(?:yaml|py|sh|json))"
     for path in PAGES:
         for name in re.findall(pattern, path.read_text()):
-            # The tests of a part are also written without "tests/", as in "benchmarks/test_published.py".
+            # The tests of a part are also written without "tests/", as in "evaluation/test_published.py".
             assert (ROOT / name).is_file() or (ROOT / "tests" / name).is_file(), f"{path.name}: {name} does not exist"
 
 

@@ -12,14 +12,14 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from realvr import models
+from realvr.answers.extract import extract_answer, is_correct
 from realvr.backbone import Backbone
-from realvr.benchmarks.extract import extract_answer, is_correct
-from realvr.benchmarks.model_responder import ModelResponder, weights_hash
-from realvr.benchmarks.responder import Plan, Request
+from realvr.backbone.samples import conversation
 from realvr.cli import main
 from realvr.errors import UserError
+from realvr.evaluation.model_responder import ModelResponder, weights_hash
+from realvr.evaluation.responder import Plan, Request
 from realvr.latent.sampling import Sampling
-from realvr.training.examples import conversation
 from realvr.world.questions import EASY_EXTRA_KINDS, EASY_KINDS
 from realvr.world.splits import Recipe, samples
 

@@ -62,14 +62,14 @@ class Module(nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
         self.dropout = nn.Dropout(0.1 if options.noise else 0.0)
 
-    def forward(self, microbatch: dict[str, Any], part: str | None = None) -> tuple[Tensor, Metrics]:
-        if part is None:
+    def forward(self, microbatch: dict[str, Any], term: str | None = None) -> tuple[Tensor, Metrics]:
+        if term is None:
             self.calls += 1
         if self.options.kill == "forward" and self.step == self.options.kill_step and microbatch["index"] == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         predicted = self.net(self.dropout(microbatch["x"])).squeeze(-1)
         terms = {"fit": (predicted - microbatch["y"]).square(), "size": 0.1 * predicted.square()}
-        loss = sum((term.sum() for name, term in terms.items() if part in (None, name)), torch.zeros(()))
+        loss = sum((value.sum() for name, value in terms.items() if term in (None, name)), torch.zeros(()))
         loss = loss / microbatch["normaliser"]
         problem = self.options.bad.get(str(self.step))
         if problem == "loss" and microbatch["hurt"]:
@@ -83,7 +83,7 @@ class Module(nn.Module):
 class RegressionTask:
     """Examples made from their number; each rank takes every world-th of a step's."""
 
-    parts = ("fit", "size")
+    terms = ("fit", "size")
 
     def __init__(self, options: Options, engine: Engine) -> None:
         self.options, self.engine = options, engine

@@ -32,10 +32,10 @@ from helpers import (
 )
 from realvr.backbone import FAMILIES, Backbone, Grid, ImageInput, Prompt, Turn
 from realvr.backbone.batch import Batch
-from realvr.backbone.families import MARKERS
 from realvr.backbone.positions import mrope_positions
 from realvr.backbone.vision import patch_positions, window_order
 from realvr.errors import UserError
+from realvr.families import MARKERS
 from realvr.latent import prefill
 
 exact_tokens = pytest.mark.skipif(torch.float32 != DTYPE, reason="the best token is a toss-up in half precision")
@@ -130,7 +130,7 @@ def stock_features(stock: Any, backbone: Backbone, images: list[ImageInput]) -> 
 
 def test_visual_tokens_of_mixed_sizes_equal_the_stock_ones(backbone: Backbone, stock: Any) -> None:
     images = all_images(backbone)
-    seen = backbone.see(images)
+    seen = backbone.encode_images(images)
     features, deepstack = stock_features(stock, backbone, images)
     assert relative(seen.features_ND, features) <= tolerance(1e-6)
     assert len(seen.deepstack) == len(deepstack) == (2 if "qwen3" in backbone.family.name else 0)
@@ -148,7 +148,9 @@ def test_visual_tokens_of_mixed_sizes_equal_the_stock_ones(backbone: Backbone, s
 @pytest.mark.parametrize("number", range(len(SIZES)))
 def test_visual_tokens_of_one_image_equal_the_stock_ones(backbone: Backbone, stock: Any, number: int) -> None:
     images = [all_images(backbone)[number]]
-    assert relative(backbone.see(images).features_ND, stock_features(stock, backbone, images)[0]) <= tolerance(1e-6)
+    assert relative(
+        backbone.encode_images(images).features_ND, stock_features(stock, backbone, images)[0]
+    ) <= tolerance(1e-6)
 
 
 def tower(backbone: Backbone) -> torch.nn.Module:
@@ -165,7 +167,7 @@ def test_equal_images_are_encoded_once(backbone: Backbone) -> None:
 
     hook = tower(backbone).register_forward_pre_hook(count, with_kwargs=True)
     try:
-        seen = backbone.see([first, second, again, second])
+        seen = backbone.encode_images([first, second, again, second])
         turns = [*ask(0), Turn("assistant", "Red."), *ask(0, text="And now?")]
         with torch.no_grad():
             prefill(backbone, backbone.batch([backbone.prompt(turns), backbone.prompt(ask(0))]))
@@ -175,7 +177,7 @@ def test_equal_images_are_encoded_once(backbone: Backbone) -> None:
     parts = seen.per_image()
     assert [len(part) for part in parts] == [image.tokens for image in (first, second, again, second)]
     assert torch.equal(parts[0], parts[2]) and torch.equal(parts[1], parts[3])
-    alone = backbone.see([second]).features_ND
+    alone = backbone.encode_images([second]).features_ND
     assert relative(parts[1], alone) <= tolerance(1e-6)
 
 
@@ -190,8 +192,8 @@ def test_vision_gets_no_gradient(fresh: Backbone) -> None:
     assert missing == []
     for p in vision:
         p.requires_grad_(True)
-    assert not fresh.see(batch.images).features_ND.requires_grad
-    assert fresh.see(batch.images, train=True).features_ND.requires_grad
+    assert not fresh.encode_images(batch.images).features_ND.requires_grad
+    assert fresh.encode_images(batch.images, train=True).features_ND.requires_grad
 
 
 GRIDS = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 7)), min_size=1, max_size=6)
@@ -424,13 +426,13 @@ def test_inputs_of_another_model_or_batch_are_refused(backbone: Backbone) -> Non
     batch, more = backbone.batch([backbone.prompt(ask(0))]), backbone.prompt(ask(0, 1)).images
     for images in (more, ()):
         with pytest.raises(ValueError, match="not those of the batch"):
-            backbone.embed_batch(batch, backbone.see(images))
+            backbone.embed_batch(batch, backbone.encode_images(images))
     with pytest.raises(ValueError, match="not those of the batch"):
-        backbone.embed_batch(backbone.batch([backbone.prompt(ask(text="None here."))]), backbone.see(more))
+        backbone.embed_batch(backbone.batch([backbone.prompt(ask(text="None here."))]), backbone.encode_images(more))
     reply = Turn("assistant", "Red.", latents=torch.zeros(3, 2 * backbone.width))
     wide = backbone.batch([backbone.prompt([Turn("user", "Which?"), reply, Turn("user", "Sure?")])])
     with pytest.raises(ValueError, match=f"width {2 * backbone.width}, the model has {backbone.width}"):
-        backbone.embed_batch(wide, backbone.see(()))
+        backbone.embed_batch(wide, backbone.encode_images(()))
 
 
 # ---------------------------------------------------------------------- bad input

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from realvr.backbone.families import FAMILIES
-from realvr.backbone.images import ImageProcessor
 from realvr.backbone.prompts import PromptEncoder
-from realvr.backbone.tiny import build
 from realvr.backbone.types import Turn
+from realvr.families import FAMILIES
+from realvr.imaging.processing import ImageProcessor
+from realvr.zoo.tiny import build
 
 TESTS = Path(__file__).parents[1]
 

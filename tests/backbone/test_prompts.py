@@ -16,12 +16,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from realvr.backbone.families import FAMILIES, MARKERS, Family
-from realvr.backbone.images import ImageProcessor
 from realvr.backbone.prompts import PromptEncoder, tail
-from realvr.backbone.tiny import build
 from realvr.backbone.types import Prompt, Turn
 from realvr.errors import UserError
+from realvr.families import FAMILIES, MARKERS, Family
+from realvr.imaging.processing import ImageProcessor
+from realvr.zoo.tiny import build
 
 REAL_TOKENIZER = Path(__file__).parents[3] / "shared" / "data" / "qwen2_5_vl_tokenizer"
 REAL = "real qwen2.5-vl"
@@ -152,7 +152,7 @@ def test_every_special_token_of_the_tokenizer_is_text_in_a_question(make: Make, 
 
 def test_tokens_added_later_special_or_not(make: Make) -> None:
     """A vision token added as an ordinary one is matched by ``split_special_tokens=True``; never by us."""
-    from realvr.backbone.tiny_tokenizer import build_tokenizer
+    from realvr.zoo.tiny_tokenizer import build_tokenizer
 
     tiny = make("internvl3")
     family = replace(tiny.family, never_sampled=(*tiny.family.never_sampled, "<late_control>"))
@@ -182,7 +182,7 @@ PLAIN = "{% for m in messages %}@{% for p in m['content'] %}{% if p['type'] == '
 
 def custom(make: Make, template: str | None, *tokens: Any) -> PromptEncoder:
     """A Qwen encoder with another chat template and further special tokens."""
-    from realvr.backbone.tiny_tokenizer import build_tokenizer
+    from realvr.zoo.tiny_tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer("qwen2.5-vl")
     tokenizer.add_tokens(list(tokens), special_tokens=True)
@@ -387,7 +387,7 @@ def test_templates_that_lose_or_repeat(make: Make) -> None:
 
 
 def test_tokenizers_that_do_not_fit(make: Make) -> None:
-    from realvr.backbone.tiny_tokenizer import build_tokenizer
+    from realvr.zoo.tiny_tokenizer import build_tokenizer
 
     encoder = make("qwen2.5-vl")
     gemma: Family = FAMILIES["gemma3"]

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from realvr.backbone.types import Grid
 from realvr.data import boxes as rule
 from realvr.data.overlay import draw
 from realvr.data.sample import Box
+from realvr.imaging.types import Grid
 
 GRIDS = [
     Grid(4, 6, merge=2),

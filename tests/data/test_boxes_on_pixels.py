@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from realvr.backbone.families import FAMILIES
-from realvr.backbone.images import ImageProcessor
 from realvr.data.boxes import token_mask
+from realvr.families import FAMILIES
+from realvr.imaging.processing import ImageProcessor
 
 torch = pytest.importorskip("torch")
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from realvr.backbone.families import FAMILIES
-from realvr.backbone.types import Grid
-from realvr.data.commands import check, export, show
+from realvr.cli.data import check, export, show
 from realvr.data.export import write
 from realvr.data.overlay import draw
 from realvr.data.sample import Box, ImageRef, Sample
 from realvr.errors import UserError
+from realvr.families import FAMILIES
+from realvr.imaging.types import Grid
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def test_export_errors(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_torch_and_pyarrow_stay_unimported(file: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from realvr.data.commands import check, show; "
+        "import sys; from pathlib import Path; from realvr.cli.data import check, show; "
         f"assert check([Path({str(file)!r})]) == 0; assert show(Path({str(file)!r}), limit=1) == 0; "
         "print([m for m in ('torch', 'transformers', 'pyarrow') if m in sys.modules])"
     )

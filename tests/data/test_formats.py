@@ -15,7 +15,6 @@ import pytest
 from realvr.data import sample as sample_module
 from realvr.data.detect import detect
 from realvr.data.export import square_frame, write
-from realvr.data.image_cache import ImageCache
 from realvr.data.readers import cells
 from realvr.data.readers.base import ReadOptions, join_options, parse_boxes, split_options
 from realvr.data.readers.mmvp import parse_options
@@ -25,6 +24,7 @@ from realvr.data.reading import Report, read
 from realvr.data.reasons import FileError
 from realvr.data.sample import Box, ImageRef, Message, Sample, strip_image_tags
 from realvr.errors import UserError
+from realvr.imaging.cache import ImageCache
 
 LAYOUTS = [
     ("jsonl", "x.jsonl"),

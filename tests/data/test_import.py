@@ -300,7 +300,7 @@ def test_inputs_that_are_something_else(voc_folder: Path, capsys: pytest.Capture
     imported("voc", voc_folder / "annotations", "--out", out)
     assert "left out 2 file_unreadable" in capsys.readouterr().out
     with pytest.raises(UserError, match="overwrite an input"):
-        from realvr.data.import_command import import_boxes
+        from realvr.cli.data_import import import_boxes
 
         import_boxes("coco", [other], other)
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from realvr import models
-from realvr.benchmarks.effects import EFFECTS
 from realvr.demo.files import claim, lines, set_done
 from realvr.demo.plan import ARMS, quick_settings, steps_of
+from realvr.evaluation.effects import EFFECTS
 
 pytestmark = pytest.mark.skipif(
     not all((Path(models.__file__).parent / name / "config.json").is_file() for name in models.NAMES),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from forked import Forked, forked
-from realvr import progress
-from realvr.progress import Bar, Ticker, busy
+from realvr.runs import progress
+from realvr.runs.progress import Bar, Ticker, busy
 from verbs import Place
 
 LINES = {

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from forked import Forked, assert_one_line, forked
-from realvr import runlock
 from realvr.errors import UserError
-from realvr.runlock import Owner, hold
+from realvr.runs import lock as runlock
+from realvr.runs.lock import Owner, hold
 from verbs import Place
 
 VERBS = ("base", "sft", "rl", "eval", "counterfactual", "exchange")

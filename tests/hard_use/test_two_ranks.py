@@ -58,7 +58,7 @@ def test_two_processes_train(config: Path, build_tiny: Callable[[str], Path], tm
 @pytest.mark.slow
 def test_the_second_run_of_two_processes_is_kept_out(tmp_path: Path) -> None:
     """Rank 0 holds the lock for both; another run of two ends with one line about it."""
-    from realvr.runlock import hold
+    from realvr.runs.lock import hold
 
     out = tmp_path / "run"
     data = write(world(32, size=48), tmp_path / "data")

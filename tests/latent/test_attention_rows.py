@@ -13,7 +13,7 @@ from torch import Tensor
 import reference
 from helpers import DEVICE, DTYPE, ask, difference, tolerance
 from realvr.backbone import Backbone, Matrix, Probe
-from realvr.latent import advance, extend, prefill, score, splice, think
+from realvr.latent import decoder_pass, extend, prefill, score, splice, think
 
 K = 4
 ROWS = tolerance(1e-6)  # attention weights
@@ -316,7 +316,7 @@ def test_rows_of_packed_examples_stay_inside(pair: Any) -> None:
     segment = torch.tensor([[0] * 5 + [1] * 7], device=DEVICE)
     positions = torch.tensor([[*range(5), *range(7)]], device=DEVICE)
     probe = Probe(heads=True)
-    advance(backbone, None, backbone.embed(ids), positions, segment_BT=segment, probes=[probe])
+    decoder_pass(backbone, None, backbone.embed(ids), positions, segment_BT=segment, probes=[probe])
     for part in (slice(0, 5), slice(5, 12)):
         alone = reference.attentions(pair.stock, reference.begin(pair.stock, ids[:, part]))
         assert difference(probe.stack()[..., part, part], alone) <= ROWS

@@ -13,7 +13,7 @@ from torch import Tensor
 import reference
 from helpers import DEVICE, DTYPE, ask, difference, tolerance
 from realvr.backbone import Prompt, Turn
-from realvr.latent import State, advance, extend, prefill, splice, think
+from realvr.latent import State, decoder_pass, extend, prefill, splice, think
 
 K = 4
 CLOSE = tolerance(1e-5)
@@ -43,10 +43,10 @@ def read(pair: Any, prompt: Prompt, **changes: Any) -> tuple[State, Tensor]:
     """The prompt, with some argument of the pass changed: state and hidden states."""
     backbone = pair.ours
     batch = backbone.batch([prompt])
-    visual = backbone.see(batch.images)
+    visual = backbone.encode_images(batch.images)
     options = {"positions": batch.positions, "image_BT": batch.image_BT, "deepstack": visual.deepstack, **changes}
     positions = options.pop("positions")
-    return advance(backbone, None, backbone.embed_batch(batch, visual), positions, **options)
+    return decoder_pass(backbone, None, backbone.embed_batch(batch, visual), positions, **options)
 
 
 def right(pair: Any, prompt: Prompt) -> tuple[State, Tensor, Tensor]:
@@ -106,12 +106,12 @@ def test_dropped_image_features(pair: Any) -> None:
     backbone = pair.ours
     batch = backbone.batch([prompt])
     blind = backbone.embed(batch.ids_BT.masked_fill(batch.image_BT, 0))
-    _, wrong = advance(backbone, None, blind, batch.positions, image_BT=batch.image_BT)
+    _, wrong = decoder_pass(backbone, None, blind, batch.positions, image_BT=batch.image_BT)
     assert difference(wrong[:, -1], hidden[:, -1]) > DETECTED
-    visual = backbone.see(batch.images)
+    visual = backbone.encode_images(batch.images)
     if visual.deepstack:
         embeds = backbone.embed_batch(batch, visual)
-        _, wrong = advance(backbone, None, embeds, batch.positions, image_BT=batch.image_BT)
+        _, wrong = decoder_pass(backbone, None, embeds, batch.positions, image_BT=batch.image_BT)
         assert difference(wrong[:, -1], hidden[:, -1]) > DETECTED, "without the deepstack features"
     if backbone.two_way_images:
         _, wrong = read(pair, prompt, image_BT=None)
@@ -163,13 +163,13 @@ def test_dropped_padding_mask(pair: Any) -> None:
     prompts = [question(pair), backbone.prompt(ask(0, text="Which of the two shapes is larger, and why? " * 2))]
     prompts.sort(key=len)
     batch = backbone.batch(prompts)
-    visual = backbone.see(batch.images)
+    visual = backbone.encode_images(batch.images)
     embeds = backbone.embed_batch(batch, visual)
     options = {"image_BT": batch.image_BT, "deepstack": visual.deepstack}
     alone = right(pair, prompts[0])[1][:, -1]
-    _, padded = advance(backbone, None, embeds, batch.positions, real_BT=batch.real_BT, **options)
+    _, padded = decoder_pass(backbone, None, embeds, batch.positions, real_BT=batch.real_BT, **options)
     assert difference(padded[0, None, -1], alone) <= CLOSE
-    _, wrong = advance(backbone, None, embeds, batch.positions, **options)
+    _, wrong = decoder_pass(backbone, None, embeds, batch.positions, **options)
     assert difference(wrong[0, None, -1], alone) > DETECTED
 
 

@@ -344,7 +344,7 @@ def _saved_bytes(run: Callable[[], Tensor], parameters: set[int]) -> int:
 def test_checkpointed_modes_save_memory(exact: Any) -> None:
     backbone = exact.ours
     batch = backbone.batch([backbone.prompt(ask(0, text="Count the red circles left of the cube. " * 20))])
-    visual = backbone.see(batch.images)
+    visual = backbone.encode_images(batch.images)
     parameters = {p.untyped_storage().data_ptr() for p in backbone.model.parameters()}
     saved = [
         _saved_bytes(lambda m=memory: trajectory(backbone, batch, visual, latents=K, memory=m)[2].sum(), parameters)

@@ -20,9 +20,9 @@ from torch import Tensor
 from helpers import DEVICE, DTYPE, ask, difference, load_stock, mixed_prompts, stock_inputs, tolerance
 from realvr.backbone import Backbone, Prompt, Turn
 from realvr.errors import UserError
-from realvr.latent.engine import prefill, score, splice, think
-from realvr.latent.group import Rollout, _stop_test, rollout
+from realvr.latent.group_rollout import Rollout, _stop_test, rollout
 from realvr.latent.sampling import GREEDY, Sampling, choose, draws
+from realvr.latent.span import prefill, score, splice, think
 
 pytestmark = pytest.mark.skipif(torch.float32 != DTYPE, reason="the best token is a toss-up in half precision")
 

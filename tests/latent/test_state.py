@@ -13,7 +13,7 @@ import reference
 from helpers import DEVICE, ask, difference, tolerance
 from realvr.backbone import Prompt
 from realvr.errors import UserError
-from realvr.latent import State, advance, extend, prefill, score, splice, think
+from realvr.latent import State, decoder_pass, extend, prefill, score, splice, think
 
 K = 3
 CLOSE = tolerance(1e-5)
@@ -193,10 +193,10 @@ def test_packed_examples_equal_separate_rows(pair: Any) -> None:
     backbone = pair.ours
     prompts = [*prompts_of(pair), backbone.prompt(ask(2, 3, text="What has changed?"))]
     batches = [backbone.batch([prompt]) for prompt in prompts]
-    visual = backbone.see([image for prompt in prompts for image in prompt.images])
-    parts = [backbone.embed_batch(batch, backbone.see(batch.images)) for batch in batches]
+    visual = backbone.encode_images([image for prompt in prompts for image in prompt.images])
+    parts = [backbone.embed_batch(batch, backbone.encode_images(batch.images)) for batch in batches]
     segment = torch.cat([torch.full((1, len(p)), i, device=DEVICE) for i, p in enumerate(prompts)], 1)
-    state, hidden = advance(
+    state, hidden = decoder_pass(
         backbone,
         None,
         torch.cat(parts, 1),

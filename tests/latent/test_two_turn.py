@@ -19,7 +19,7 @@ from realvr.backbone import Backbone, Prompt, Turn
 from realvr.backbone.prompts import tail
 from realvr.errors import UserError
 from realvr.latent import GREEDY, State, extend, prefill, think
-from realvr.latent.group import decode
+from realvr.latent.group_rollout import decode
 from realvr.latent.sampling import Sampling
 
 K = 3

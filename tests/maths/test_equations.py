@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from realvr.maths import answers, credit, evidence, grpo, reconstruction
+from realvr.answers import canonical as answers
+from realvr.maths import credit, evidence, grpo, reconstruction
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "equations.md").read_text()

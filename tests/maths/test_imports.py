@@ -61,11 +61,11 @@ def test_only_torch_and_the_standard_library() -> None:
 
 
 def test_answers_need_no_torch() -> None:
-    asked, added = imports(["realvr.maths.answers"], preload=[])
+    asked, added = imports(["realvr.answers.canonical"], preload=[])
     assert "re" in asked
     assert not foreign(asked) and not foreign(added)
 
 
 def test_the_check_would_notice_a_foreign_package() -> None:
-    asked, _ = imports(["realvr.backbone.images"], preload=["torch"])
+    asked, _ = imports(["realvr.imaging.processing"], preload=["torch"])
     assert foreign(asked, "torch")

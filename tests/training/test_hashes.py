@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from realvr.backbone import Backbone
 from realvr.cli import main
 from realvr.errors import UserError
-from realvr.hashes import changed_weights
+from realvr.runs.hashes import changed_weights
 from realvr.training import loop
 from stage_runs import configure, lines, make, run
 

@@ -25,7 +25,7 @@ from realvr.data import boxes as rule
 from realvr.data.reading import Report, read
 from realvr.data.sample import Box, ImageRef, Message, Sample
 from realvr.errors import UserError
-from realvr.training.evidence import prototypes
+from realvr.latent.prototypes import prototypes
 from realvr.training.examples import Encoder
 from realvr.training.sft_step import SftStep, pack_rows
 from stock_pictures import corner, picture_tokens
@@ -129,7 +129,7 @@ def test_prototypes_are_those_of_the_boxed_picture(seen: Stock, case: str) -> No
     encoder = Encoder(seen.backbone, 4096)
     samples = [sample([[2, 1]]), sample(turns, *boxes), sample([[1, 0]], (0, WHOLE))]
     prompts = [encoder.prompt(each) for each in samples]
-    visual = seen.backbone.see([image for prompt in prompts for image in prompt.images])
+    visual = seen.backbone.encode_images([image for prompt in prompts for image in prompt.images])
     everything, cornered, whole = (found.vector_D for found in prototypes(samples, prompts, visual))
     corners = {picture: seen.first_and_last(picture)[xyxy == LAST] for picture, xyxy in boxes}
     expected = torch.stack([seen.tokens[picture][corners[picture]] for picture, _ in placed]).mean(0)

@@ -14,11 +14,11 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from realvr.backbone import Backbone
-from realvr.benchmarks.model_responder import prompt_hash
+from realvr.backbone.samples import conversation
 from realvr.cli import main
 from realvr.errors import UserError
+from realvr.evaluation.model_responder import prompt_hash
 from realvr.training.configuration import load_settings
-from realvr.training.examples import conversation
 from stage_runs import LATENTS, config_file, configure, make, run, with_markers, world, write
 
 ROOT = Path(__file__).parents[2]
@@ -182,8 +182,8 @@ def test_the_papers_internvl_settings_keep_its_cap(size: tuple[int, int], stock:
     """Token counts of the released processor settings: tiles of 448 pixels with 256 tokens, at most 12, a thumbnail."""
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
-    from realvr.backbone.families import FAMILIES
-    from realvr.backbone.images import ImageProcessor
+    from realvr.families import FAMILIES
+    from realvr.imaging.processing import ImageProcessor
 
     released = GotOcr2ImageProcessorPil(
         size={"height": 448, "width": 448}, crop_to_patches=True, min_patches=1, max_patches=12

@@ -184,7 +184,7 @@ def our_batch(pair: Pair, data: Data, options: RlOptions, step: Data | None = No
     batch = backbone.batch(data.prompts)
     return RlBatch(
         batch=batch,
-        visual=backbone.see(batch.images),
+        visual=backbone.encode_images(batch.images),
         latents_BKD=torch.stack([e.latents for e in examples]),
         ids_BGS=ids,
         real_BGS=real,
@@ -323,7 +323,7 @@ def test_active_hinge_is_that_of_the_arms_own_loss(exact: Pair, data: Data) -> N
     for negatives in ([data.examples[0].positive], []):
         done = data.with_evidence(0, positive=z_BKD[0].mean(0), negatives=negatives)
         done = done.with_evidence(1, positive=z_BKD[1].mean(0), negatives=negatives)
-        loss, metrics = ours(exact, done, reached, part="evidence")
+        loss, metrics = ours(exact, done, reached, term="evidence")
         assert float(loss.detach()) == 0 and value(metrics, "evidence/active_hinge") == 0
         assert value(metrics, "evidence/undefined") == 0, "positive-only arms need no negative"
 
@@ -343,7 +343,7 @@ def test_options_of_the_reference_change_nothing(exact: Pair, data: Data) -> Non
     options = RlOptions()
     plain = right(exact, data, options)
     expected = gradients(exact.stock, plain.loss)
-    seen = [exact.ours.see(prompt.images) for prompt in data.prompts]
+    seen = [exact.ours.encode_images(prompt.images) for prompt in data.prompts]
     given = Data(
         data.prompts,
         [
@@ -404,7 +404,7 @@ def test_memory_modes_agree(exact: Pair, data: Data, variant: str) -> None:
 def test_parts_add_up(exact: Pair, data: Data, variant: str) -> None:
     options = VARIANTS[variant]
     whole, _ = ours(exact, data, options)
-    parts = {part: ours(exact, data, options, part=part) for part in ("policy", "evidence")}
+    parts = {term: ours(exact, data, options, term=term) for term in ("policy", "evidence")}
     assert float(sum(loss.detach() for loss, _ in parts.values())) == pytest.approx(float(whole.detach()), rel=1e-12)
     apart = [gradients(exact.ours.model, loss) for loss, _ in parts.values()]
     together = {name: apart[0][name] + apart[1][name] for name in apart[0]}
@@ -441,26 +441,26 @@ def test_order_of_prompts_does_not_matter(exact: Pair, data: Data) -> None:
 # ---------------------------------------------------------------------- each variant does what it says
 
 
-def grads(pair: Pair, data: Data, options: RlOptions, part: str | None = None) -> tuple[float, dict[str, Tensor]]:
-    loss, _ = ours(pair, data, options, part=part)
+def grads(pair: Pair, data: Data, options: RlOptions, term: str | None = None) -> tuple[float, dict[str, Tensor]]:
+    loss, _ = ours(pair, data, options, term=term)
     return float(loss.detach()), gradients(pair.ours.model, loss)
 
 
 @ONE_FAMILY
 def test_lambda_zero_is_the_policy_part(exact: Pair, data: Data) -> None:
     loss, found = grads(exact, data, RlOptions(lambda_ev=0.0))
-    expected_loss, expected = grads(exact, data, RlOptions(), part="policy")
+    expected_loss, expected = grads(exact, data, RlOptions(), term="policy")
     assert loss == expected_loss and relative(found, expected) == 0
     _, metrics = ours(exact, data, RlOptions(lambda_ev=0.0))
     assert "loss/evidence" not in metrics
-    nothing, found = grads(exact, data, RlOptions(lambda_ev=0.0), part="evidence")
+    nothing, found = grads(exact, data, RlOptions(lambda_ev=0.0), term="evidence")
     assert nothing == 0 and all(float(g.abs().max()) == 0 for g in found.values())
 
 
 @ONE_FAMILY
 def test_lambda_scales_the_evidence_part_alone(exact: Pair, data: Data) -> None:
-    loss, found = grads(exact, data, RlOptions(lambda_ev=0.2), part="evidence")
-    twice, found_twice = grads(exact, data, RlOptions(lambda_ev=0.4), part="evidence")
+    loss, found = grads(exact, data, RlOptions(lambda_ev=0.2), term="evidence")
+    twice, found_twice = grads(exact, data, RlOptions(lambda_ev=0.4), term="evidence")
     assert twice == pytest.approx(2 * loss, rel=1e-12)
     assert relative(found_twice, {name: 2 * g for name, g in found.items()}) <= 1e-12
 
@@ -481,20 +481,20 @@ def test_without_wrong_answers_credit_is_zero(exact: Pair, data: Data) -> None:
     alone = data.with_evidence(0, answers=first.answers[:1], content=first.content[:1])
     _, metrics = ours(exact, alone, RlOptions())
     assert value(metrics, "evidence/credit_mass") == 0 and value(metrics, "evidence/has_wrong_answer") == 0
-    default, _ = grads(exact, alone, RlOptions(eta=0.3), part="evidence")
-    uniform, _ = grads(exact, alone, RlOptions(eta=1.0), part="evidence")
+    default, _ = grads(exact, alone, RlOptions(eta=0.3), term="evidence")
+    uniform, _ = grads(exact, alone, RlOptions(eta=1.0), term="evidence")
     assert default == pytest.approx(0.3 * uniform, rel=1e-12)
-    nothing, found = grads(exact, alone, RlOptions(eta=0.0), part="evidence")
+    nothing, found = grads(exact, alone, RlOptions(eta=0.0), term="evidence")
     assert nothing == 0 and all(float(g.abs().max()) == 0 for g in found.values())
-    raw, _ = grads(exact, alone, RlOptions(eta=0.0, routing="raw"), part="evidence")
+    raw, _ = grads(exact, alone, RlOptions(eta=0.0, routing="raw"), term="evidence")
     assert raw > 0
 
 
 @pytest.mark.parametrize("on_policy", [True, False])
 def test_undetached_changes_the_gradient_and_not_the_loss(exact: Pair, data: Data, on_policy: bool) -> None:
     detached = RlOptions(on_policy=on_policy)
-    loss, found = grads(exact, data, detached, part="evidence")
-    undetached_loss, undetached = grads(exact, data, replace(detached, detach=False), part="evidence")
+    loss, found = grads(exact, data, detached, term="evidence")
+    undetached_loss, undetached = grads(exact, data, replace(detached, detach=False), term="evidence")
     assert undetached_loss == pytest.approx(loss, rel=1e-12)
     assert relative(undetached, found) > 1e-4
 
@@ -517,7 +517,7 @@ def test_undetached_gradient_is_the_detached_one_plus_the_router_term(exact: Pai
             g = naive.cosine(state, example.positive) - max(naive.cosine(state, p) for p in example.negatives)
             router = router + weights[t] * torch.relu(0.5 - g) / 2
     term = gradients(exact.stock, router)
-    _, found = grads(exact, data, options, part="evidence")
+    _, found = grads(exact, data, options, term="evidence")
     expected = {name: 0.2 * (detached[name] + term[name]) for name in term}
     assert relative(found, expected) <= TOLERANCE
     assert relative(found, {name: 0.2 * g for name, g in detached.items()}) > 1e-4
@@ -557,10 +557,10 @@ def test_every_mass_matched_arm_computes_both_branches(exact: Pair, data: Data) 
 def test_advantages_of_zero_leave_the_evidence(exact: Pair, data: Data) -> None:
     """A batch whose groups have no variance has no policy gradient but still learns from evidence."""
     flat = data.with_evidence(0, advantages=(0.0,) * G).with_evidence(1, advantages=(0.0,) * G)
-    loss, found = grads(exact, flat, RlOptions(), part="policy")
+    loss, found = grads(exact, flat, RlOptions(), term="policy")
     assert loss == 0 and all(float(g.abs().max()) == 0 for g in found.values())
     whole, both = grads(exact, flat, RlOptions())
-    assert whole > 0 and relative(both, grads(exact, flat, RlOptions(), part="evidence")[1]) <= 1e-12
+    assert whole > 0 and relative(both, grads(exact, flat, RlOptions(), term="evidence")[1]) <= 1e-12
 
 
 @ONE_FAMILY

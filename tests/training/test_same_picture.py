@@ -13,10 +13,10 @@ from PIL import Image
 import stage_runs
 from golden_cases import CaseImage, make_image
 from realvr.backbone import Backbone
-from realvr.benchmarks.ablation import donors
-from realvr.benchmarks.pairs import Pair, unrelated
 from realvr.data.sample import Box, ImageRef, Message, Sample
-from realvr.training.evidence import draw, prototypes
+from realvr.diagnostics.pairs import Pair, unrelated
+from realvr.evaluation.ablation import donors
+from realvr.latent.prototypes import prototypes, sample_negatives
 from realvr.training.examples import Encoder
 
 
@@ -51,16 +51,18 @@ def test_a_picture_at_another_resolution_is_no_negative(backbone: Backbone) -> N
     prompts = [encoder.prompt(sample) for sample in samples]
     grids = [prompt.images[0].grid for prompt in prompts]
     assert grids[0] != grids[1], "the case: one picture, two resolutions"
-    visual = backbone.see([image for prompt in prompts for image in prompt.images])
+    visual = backbone.encode_images([image for prompt in prompts for image in prompt.images])
     found = prototypes(samples, prompts, visual)
     for own, expected in ((0, [2]), (1, [2])):
         for step in range(5):
-            drawn = draw(own, found, [], 16, 0, step, samples[own].id)
+            drawn = sample_negatives(own, found, [], 16, 0, step, samples[own].id)
             assert len(drawn) == len(expected)
             assert all(torch.equal(vector, found[i].vector_D) for vector, i in zip(drawn, expected, strict=True))
-    drawn = draw(2, found, [], 16, 0, 0, "o")
+    drawn = sample_negatives(2, found, [], 16, 0, 0, "o")
     assert len(drawn) == 1, "one picture gives one negative, at whichever resolution"
-    assert len(draw(0, found[:1], found[1:2], 16, 0, 0, "short")) == 0, "nor does it come back from the bank"
+    assert len(sample_negatives(0, found[:1], found[1:2], 16, 0, 0, "short")) == 0, (
+        "nor does it come back from the bank"
+    )
 
 
 def test_a_picture_in_another_file_is_no_negative(backbone: Backbone) -> None:
@@ -72,16 +74,18 @@ def test_a_picture_in_another_file_is_no_negative(backbone: Backbone) -> None:
     samples = [question(f"q{number}", file) for number, file in enumerate(files)]
     encoder = Encoder(backbone, backbone.context_length)
     prompts = [encoder.prompt(sample) for sample in samples]
-    found = prototypes(samples, prompts, backbone.see([image for prompt in prompts for image in prompt.images]))
-    assert all(draw(own, found, found, 16, 0, 0, "q") == [] for own in range(4))
+    found = prototypes(
+        samples, prompts, backbone.encode_images([image for prompt in prompts for image in prompt.images])
+    )
+    assert all(sample_negatives(own, found, found, 16, 0, 0, "q") == [] for own in range(4))
 
 
 def test_identities_are_computed_once_per_run(
     plain: Path, untrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: Path
 ) -> None:
     """Several steps over the same four pictures, none of them kept encoded."""
-    from realvr.backbone import images
     from realvr.data import sample as samples_module
+    from realvr.imaging import processing as images
 
     counted: list[int] = []
     real = images.picture_hash

@@ -9,13 +9,13 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from realvr.backbone.presets import PRESETS as BACKBONES
 from realvr.errors import UserError
 from realvr.training import configuration
 from realvr.training.configuration import load_settings, save_resolved
 from realvr.training.methods import PRESETS
 from realvr.training.sections import OptimSettings
 from realvr.training.settings import RlSettings, SftSettings, TrainSettings
+from realvr.zoo.presets import PRESETS as BACKBONES
 
 ROOT = Path(__file__).parents[2]
 PAPER = sorted((ROOT / "configs/paper").glob("*.yaml"))

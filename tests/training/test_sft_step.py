@@ -171,7 +171,7 @@ def test_losses_of_each_example(
             count = len(labelled(examples[number]))
             own = slice(start, start + count)
             only = replace(micro, predict_M2=micro.predict_M2[own], labels_M=micro.labels_M[own], tokens_total=1.0)
-            ce, _ = step(only, part="next_token")
+            ce, _ = step(only, term="next_token")
             expected_ce, expected_rec = right[2][number]
             assert float(ce) == pytest.approx(expected_ce, rel=TOLERANCE)
             assert float(errors[-1][place]) == pytest.approx(expected_rec, rel=TOLERANCE, abs=1e-15)
@@ -266,7 +266,7 @@ def test_reduction_sum_is_d_times_mean(exact: Pair, examples: list[SftExample]) 
     micro = packed(exact, examples, ROWS["one row"])
     losses = {}
     for reduction in ("mean", "sum"):
-        loss, _ = SftStep(exact.ours, WEIGHT, reduction)(micro, part="reconstruction")
+        loss, _ = SftStep(exact.ours, WEIGHT, reduction)(micro, term="reconstruction")
         losses[reduction] = (float(loss.detach()), gradients(exact.ours.model, loss))
     width = exact.ours.width
     assert losses["sum"][0] == pytest.approx(width * losses["mean"][0], rel=1e-12)
@@ -281,7 +281,7 @@ def test_parts_and_metrics(exact: Pair, examples: list[SftExample], right: Any) 
     step = SftStep(exact.ours, WEIGHT)
     micro = packed(exact, examples, ROWS["two rows"])
     whole, metrics = step(micro)
-    parts = [step(micro, part=part)[0] for part in ("next_token", "reconstruction")]
+    parts = [step(micro, term=term)[0] for term in ("next_token", "reconstruction")]
     assert float(sum(parts).detach()) == pytest.approx(float(whole.detach()), rel=1e-12)
     ce = sum(ce for ce, _ in right[2]) / sum(len(labelled(e)) for e in examples)
     rec = sum(rec for _, rec in right[2]) / 3
@@ -376,7 +376,7 @@ def attention_of(
     pair: Pair, micro: SftBatch, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """Attention (L, R, H, T, T) inside the step, its loss and its metrics."""
-    probe, original = Probe(heads=True), sft_step.advance
+    probe, original = Probe(heads=True), sft_step.decoder_pass
 
     def probed(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs, probes=[probe])
@@ -431,17 +431,17 @@ def test_the_loop_can_name_the_examples_of_a_batch(exact: Pair, examples: list[S
 @ONE_FAMILY
 def test_hiding_is_drawn_per_example(exact: Pair, examples: list[SftExample]) -> None:
     rows = [[examples[0]] * 40]
-    assert pack_rows(exact.ours, rows).veil_RT is None
+    assert pack_rows(exact.ours, rows).image_visibility_RT is None
     micro = pack_rows(exact.ours, rows, hidden_ratio=0.5, generator=torch.Generator().manual_seed(0))
-    assert micro.veil_RT is not None
-    veiled = [bool((micro.veil_RT[micro.segment_RT == number] == 2).any()) for number in range(40)]
+    assert micro.image_visibility_RT is not None
+    veiled = [bool((micro.image_visibility_RT[micro.segment_RT == number] == 2).any()) for number in range(40)]
     assert 10 < sum(veiled) < 30
     for number, hidden in enumerate(veiled):
         own = micro.segment_RT == number
-        assert bool((micro.veil_RT[own & micro.image_RT] == int(hidden)).all())
+        assert bool((micro.image_visibility_RT[own & micro.image_RT] == int(hidden)).all())
         text = int((own & ~micro.image_RT & ~micro.slot_RT).sum()) - 1  # all but <|lvr_start|>
-        assert int((micro.veil_RT[own] == 2).sum()) == (text if hidden else 0)
-        assert not bool(micro.veil_RT[own & micro.slot_RT].any())
+        assert int((micro.image_visibility_RT[own] == 2).sum()) == (text if hidden else 0)
+        assert not bool(micro.image_visibility_RT[own & micro.slot_RT].any())
 
 
 def test_hiding_changes_the_loss(exact: Pair, examples: list[SftExample]) -> None:

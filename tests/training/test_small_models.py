@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from realvr.backbone.backbone import Backbone
-from realvr.backbone.tiny import build
+from realvr.backbone.samples import conversation
 from realvr.data.wording import readout_text
 from realvr.errors import UserError
 from realvr.latent import prefill, think
 from realvr.training import rl
-from realvr.training.examples import conversation
+from realvr.zoo.tiny import build
 from stage_runs import configure, make, run, with_markers, world, write
 
 
@@ -67,7 +67,7 @@ def test_the_first_latent_is_logged_apart(model: Path, data: Path, tmp_path: Pat
         with torch.no_grad():
             state, _ = prefill(backbone, backbone.batch([prompt]))
             _, z_BKD = think(backbone, state, 1)
-            target = backbone.see(prompt.images).features_ND[task.encoder.sequence(sample).targets[0]]
+            target = backbone.encode_images(prompt.images).features_ND[task.encoder.sequence(sample).targets[0]]
         found.append(float(torch.nn.functional.cosine_similarity(z_BKD[0, 0], target, dim=0)))
     total, count = metrics["latents/cos_first"]
     assert float(count) == len(found) > 3

@@ -16,7 +16,7 @@ import stage_rewards
 from helpers import difference, load_stock, stock_inputs
 from realvr.backbone import Backbone
 from realvr.errors import UserError
-from realvr.latent.engine import prefill, score, splice
+from realvr.latent.span import prefill, score, splice
 from realvr.training import loop
 from realvr.training.methods import PRESETS
 from stage_runs import LATENTS, column, configure, lines, make, numbers, run, weights, with_markers, world, write
@@ -61,7 +61,7 @@ def held_out_margin(model: Path, data: Path, out: Path) -> float:
     raw = configure("rl", model, data, out, rewards=reward("never"), optim={"batch": 16, "microbatch": 16}, group=2)
     task, _, _ = make("rl", raw | {"max_new": 2, "negatives": 15})
     with torch.no_grad():
-        _, metrics = task.module(task.prepare(0).microbatches[0], part="evidence")
+        _, metrics = task.module(task.prepare(0).microbatches[0], term="evidence")
     total, count = metrics["evidence/margin"]
     return float(total / count)
 
@@ -262,7 +262,7 @@ def test_direct_has_no_span_and_needs_no_markers(plain: Path, data: Path, tmp_pa
     del raw["model"]["latents"]
     task, _, _ = make("rl", raw)
     micro = task.prepare(0).microbatches[0]
-    assert micro.latents_BKD.shape[1] == 0 and task.parts == ("policy",)
+    assert micro.latents_BKD.shape[1] == 0 and task.terms == ("policy",)
     markers = task.backbone.markers
     assert not torch.isin(micro.batch.ids_BT, torch.tensor([markers.start, markers.slot, markers.end])).any()
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from puzzle_solver import solve_jigsaw, solve_pattern
 from realvr.errors import UserError
 from realvr.world.benchmarks import (
     ABSENT,
@@ -19,11 +20,10 @@ from realvr.world.benchmarks import (
     world_style,
 )
 from realvr.world.draw import render
-from realvr.world.puzzle_solver import solve_jigsaw, solve_pattern
 from realvr.world.sampling import clutter, huge
 from realvr.world.scene import BUCKETS
-from realvr.world.solver import Unsolvable, solve
 from realvr.world.words import COLORS, SHAPES, SIZES
+from world_solver import Unsolvable, solve
 
 ATTRIBUTES = {"color": set(COLORS), "shape": set(SHAPES), "size": set(SIZES)}
 ANY = range(BUCKETS)

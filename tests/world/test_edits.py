@@ -6,7 +6,7 @@ import pytest
 from realvr.world.draw import mask, render
 from realvr.world.edits import CHANGED_SHARE, EDITS, PAIRS_PER_EDIT, is_changed, sample_pair
 from realvr.world.sampling import easy, full
-from realvr.world.solver import solve
+from world_solver import solve
 
 PAPER = {"color_change": 442, "object_removal": 417, "shape_swap": 433, "spatial_swap": 435}
 

@@ -17,8 +17,8 @@ from realvr.world.questions import (
     sample_question,
 )
 from realvr.world.sampling import clutter, easy, full, sample_scene
-from realvr.world.solver import Unsolvable, solve, solve_follow_up
 from realvr.world.words import COLORS, SHAPES, WITHHELD_WORDS
+from world_solver import Unsolvable, solve, solve_follow_up
 
 CASES = [
     (easy(48), EASY_KINDS, 1500),

@@ -13,8 +13,8 @@ import realvr
 from realvr.errors import UserError
 from realvr.world import benchmarks
 from realvr.world.scene import BUCKETS
-from realvr.world.solver import solve
 from realvr.world.splits import SPLITS, Recipe, build, drawn, items, leaks, samples
+from world_solver import solve
 
 SMALL = {"hrbench-4k": 4, "hrbench-8k": 4, "counterfactual": 12, "mmvp": 20, "practice": 160}
 

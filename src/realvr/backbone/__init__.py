@@ -9,23 +9,23 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "Backbone": "backbone",
-    "Markers": "backbone",
-    "VisualTokens": "backbone",
-    "Batch": "batch",
-    "Columns": "attention",
-    "Matrix": "attention",
-    "Pass": "attention",
-    "Probe": "attention",
-    "FAMILIES": "families",
-    "Grid": "types",
-    "ImageInput": "types",
-    "Prompt": "types",
-    "Turn": "types",
+    "Backbone": "realvr.backbone.backbone",
+    "Markers": "realvr.backbone.backbone",
+    "VisualTokens": "realvr.backbone.backbone",
+    "Batch": "realvr.backbone.batch",
+    "Columns": "realvr.backbone.attention",
+    "Matrix": "realvr.backbone.attention",
+    "Pass": "realvr.backbone.attention",
+    "Probe": "realvr.backbone.attention",
+    "FAMILIES": "realvr.families",
+    "Grid": "realvr.imaging.types",
+    "ImageInput": "realvr.imaging.types",
+    "Prompt": "realvr.backbone.types",
+    "Turn": "realvr.backbone.types",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(importlib.import_module(f"realvr.backbone.{_HOME[name]}"), name)
+        return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,7 +7,8 @@ Stock layers call the function that is registered under ``TEXT_ATTENTION``. When
   is involved, so nothing is dropped silently when HF gradient checkpointing is on: a recomputed layer sees the same
   tensors;
 * builds the mask from the facts of each column: is it real (padding), which segment it belongs to (packed examples,
-  branches of one prompt), which image block (Gemma 3 attends both ways inside an image), its place (sliding window);
+  branches of one prompt), which image block (Gemma 3 attends both ways inside an image), where it is in a
+  sliding window;
 * hands out attention rows, or the whole matrix inside the graph, without ``output_attentions``.
 
 Without a :class:`Pass` it is stock SDPA, so the same model object still works with stock ``forward`` and ``generate``.
@@ -40,28 +41,28 @@ class Columns:
 
     ``real`` is False for padding. ``segment`` isolates packed examples and branches: a key of segment -1 (the trunk) is
     visible to all, any other key only to queries of the same segment. ``block`` numbers the image a column belongs to
-    (-1: none); only families whose image tokens attend to each other in both directions set it. ``place`` is the
-    column's place in its own sequence, on which a sliding window is measured; only families with sliding windows set
-    it (branches of one prompt stand side by side, so the distance between columns is not the distance between tokens).
-    ``veil`` hides visual tokens from some queries (an option of Stage 1): a key of veil 1 is invisible to queries of
-    veil 2.
+    (-1: none); only families whose image tokens attend to each other in both directions set it. ``window_position`` is
+    the column's index in its own sequence, on which a sliding window is measured; only families with sliding windows
+    set it (branches of one prompt stand side by side, so the distance between columns is not that between tokens).
+    ``image_visibility`` hides visual tokens from some queries (an option of Stage 1): a key of value 1 is invisible to
+    queries of value 2.
     """
 
     length: int
     real: Tensor | None = None
     segment: Tensor | None = None
     block: Tensor | None = None
-    place: Tensor | None = None
-    veil: Tensor | None = None
+    window_position: Tensor | None = None
+    image_visibility: Tensor | None = None
 
     def facts(self) -> tuple[Tensor | None, ...]:
-        return self.real, self.segment, self.block, self.place, self.veil
+        return self.real, self.segment, self.block, self.window_position, self.image_visibility
 
     def visible(self, queries: int, window: int | None, device: torch.device) -> Tensor | None:
         """Boolean mask (B or 1, 1, queries, length) for the last ``queries`` columns, or None where plain causal
         (queries == length) or unmasked (queries == 1) attention is the same thing."""
         window = window if window is not None and window < self.length else None
-        plain = self.real is None and self.segment is None and self.veil is None and window is None
+        plain = self.real is None and self.segment is None and self.image_visibility is None and window is None
         if plain and (queries == 1 or (queries == self.length and self.block is None)):
             return None
         key = torch.arange(self.length, device=device)
@@ -71,13 +72,13 @@ class Columns:
             q_block = self.block[:, -queries:, None]
             mask = mask | ((q_block == self.block[:, None]) & (q_block >= 0))
         if window is not None:
-            place = key[None] if self.place is None else self.place
-            mask = mask & (place[:, None] > place[:, -queries:, None] - window)
+            window_position = key[None] if self.window_position is None else self.window_position
+            mask = mask & (window_position[:, None] > window_position[:, -queries:, None] - window)
         if self.segment is not None:
             k_segment = self.segment[:, None]
             mask = mask & ((k_segment == -1) | (k_segment == self.segment[:, -queries:, None]))
-        if self.veil is not None:
-            mask = mask & ~((self.veil[:, -queries:, None] == 2) & (self.veil[:, None] == 1))
+        if self.image_visibility is not None:
+            mask = mask & ~((self.image_visibility[:, -queries:, None] == 2) & (self.image_visibility[:, None] == 1))
         if self.real is not None:
             # A padding query sees at least itself: no row of the softmax is empty, so no NaN can leak.
             mask = (mask & self.real[:, None]) | (key == query)

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from realvr.backbone import attention, vision
 from realvr.backbone.attention import Pass
 from realvr.backbone.batch import Batch, collate
-from realvr.backbone.families import Family
 from realvr.backbone.generation import end_ids, ignored_defaults
-from realvr.backbone.images import ImageProcessor
 from realvr.backbone.prompts import PromptEncoder
-from realvr.backbone.types import Grid, ImageInput, Prompt, Turn
+from realvr.backbone.types import Prompt, Turn
+from realvr.families import Family
+from realvr.imaging.processing import ImageProcessor
+from realvr.imaging.types import Grid, ImageInput
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class Backbone:
             start_B=None if start_B is None else start_B.cpu(),
         ).to(self.device)
 
-    def see(self, images: Sequence[ImageInput], train: bool = False) -> VisualTokens:
+    def encode_images(self, images: Sequence[ImageInput], train: bool = False) -> VisualTokens:
         """Visual tokens of ``images``, in order. Equal images are encoded once. Frozen (no graph) unless ``train``."""
         grids = tuple(image.grid for image in images)
         if not images:

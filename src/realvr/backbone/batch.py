@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from realvr.backbone.positions import mrope_positions, plain_positions
-from realvr.backbone.types import ImageInput, Prompt
+from realvr.backbone.types import Prompt
+from realvr.imaging.types import ImageInput
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 
 from realvr.backbone.rendering import TemplateError, render
 from realvr.errors import UserError
-from realvr.files import read_json
+from realvr.runs.files import read_json
 
 REMEDY = "copy it from the original model"
 _TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model")

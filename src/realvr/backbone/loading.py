@@ -24,14 +24,14 @@ from realvr.backbone.checks import (
     check_vocabulary,
     first_line,
 )
-from realvr.backbone.families import FAMILIES, MARKERS, Family, family_of
-from realvr.backbone.images import ImageProcessor, Limits
 from realvr.backbone.released import save_weights, settle_output_layer
 from realvr.errors import UserError
-from realvr.files import read_json
-from realvr.hashes import changed_weights, record_weights
+from realvr.families import FAMILIES, MARKERS, Family, family_of
+from realvr.imaging.processing import ImageProcessor, Limits
 from realvr.models import DTYPE as NAMED_DTYPE
 from realvr.models import is_named, locate
+from realvr.runs.files import read_json
+from realvr.runs.hashes import changed_weights, record_weights
 
 DEFAULT_LATENTS = 8
 CONFIG_KEY = "realvr"

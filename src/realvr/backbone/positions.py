@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from realvr.backbone.types import Grid
+from realvr.imaging.types import Grid
 
 
 def plain_positions(real_BT: Tensor, start_B: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -20,15 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from realvr.backbone.families import LVR_END, LVR_SLOT, LVR_START, MARKERS
 from realvr.backbone.rendering import TemplateError, render
-from realvr.backbone.types import ImageInput, Prompt, Turn
+from realvr.backbone.types import Prompt, Turn
 from realvr.errors import UserError
+from realvr.families import LVR_END, LVR_SLOT, LVR_START, MARKERS
+from realvr.imaging.types import ImageInput
 
 if TYPE_CHECKING:
-    from realvr.backbone.families import Family
-    from realvr.backbone.images import ImageProcessor
-    from realvr.backbone.types import ImageInput
+    from realvr.families import Family
+    from realvr.imaging.processing import ImageProcessor
+    from realvr.imaging.types import ImageInput
 
 # What an added token with lstrip or rstrip swallows: the Unicode White_Space property. Python's str.strip() also takes
 # U+001C..U+001F, which the Rust tokenizers do not.

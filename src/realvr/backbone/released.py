@@ -13,12 +13,12 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from realvr.files import write_json
+from realvr.runs.files import write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from realvr.backbone.families import Family
+    from realvr.families import Family
 
 HEAD = "lm_head.weight"
 _KEY = "tie_word_embeddings"

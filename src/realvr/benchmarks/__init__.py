@@ -1,1 +1,1 @@
-"""Evaluation: the five benchmarks, counterfactual pairs and latent exchange, with numbers one can defend."""
+"""Deprecated: evaluation lives in `realvr.evaluation`, answers in `realvr.answers`."""

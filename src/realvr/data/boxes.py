@@ -15,9 +15,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from realvr.backbone.types import Grid
 from realvr.data.sample import Box, Sample
 from realvr.errors import UserError
+from realvr.imaging.types import Grid
 
 XYXY = tuple[float, float, float, float]
 Mask = NDArray[np.float32]

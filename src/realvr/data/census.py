@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realvr.data import reasons
-from realvr.data.image_file import IMAGE_MISSING
 from realvr.data.reading import Report
 from realvr.data.sample import Sample
 from realvr.errors import UserError
+from realvr.imaging.files import IMAGE_MISSING
 
 SHOWN = 3
 """How many changed files or images a message names."""

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from realvr.data import reasons
-from realvr.data.image_file import LARGEST_SIDE, ImageError
 from realvr.data.reasons import BadRow, FileError
 from realvr.data.sample import Box, ImageRef
 from realvr.data.streams import open_file
 from realvr.errors import UserError
+from realvr.imaging.files import LARGEST_SIDE, ImageError
 
 XYXY = tuple[float, float, float, float]
 SIZE_MISMATCH = "size_mismatch"

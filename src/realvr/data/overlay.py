@@ -7,10 +7,10 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from realvr.backbone.types import Grid
 from realvr.data.boxes import token_boxes, token_mask
-from realvr.data.image_cache import ImageCache
 from realvr.data.sample import LETTERS, Sample
+from realvr.imaging.cache import ImageCache
+from realvr.imaging.types import Grid
 
 LONGEST = 1600
 """Longest side of a saved picture: an 8K photograph is scaled down, a thumbnail is scaled up."""

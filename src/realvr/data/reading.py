@@ -14,11 +14,11 @@ from typing import Any, TextIO
 from realvr.data import reasons
 from realvr.data.boxes import unshown_box
 from realvr.data.detect import detect, files_of, format_named
-from realvr.data.image_file import ImageError
 from realvr.data.readers.base import Context, Format, ReadOptions, Row
 from realvr.data.reasons import BadRow
 from realvr.data.sample import ImageRef, Sample
 from realvr.errors import UserError
+from realvr.imaging.files import ImageError
 
 DETAIL = 300
 """Characters of a detail that are shown: a damaged row may quote a name of any length."""

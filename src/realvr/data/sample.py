@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from realvr.backbone.images import picture_hash
-from realvr.data import image_file
-from realvr.data.image_file import ImageError
+from realvr.imaging import files as image_file
+from realvr.imaging.files import ImageError
+from realvr.imaging.processing import picture_hash
 
 BASE64_INVALID = "base64_invalid"
 

@@ -15,7 +15,7 @@ from realvr.demo.files import last_metrics, progress
 from realvr.demo.plan import Step
 from realvr.demo.summary import headline
 from realvr.demo.team import Watcher
-from realvr.progress import interval
+from realvr.runs.progress import interval
 
 _START = 6.0
 """Seconds until a process has imported what it needs."""

@@ -9,11 +9,12 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from realvr import models, runlock
+from realvr import models
 from realvr.demo.plan import DemoSettings, Step
 from realvr.demo.steps import mark
 from realvr.errors import UserError
-from realvr.files import differences, read_json, write_json
+from realvr.runs import lock as runlock
+from realvr.runs.files import differences, read_json, write_json
 
 SETTINGS = "demo_settings.json"
 VERSION = 2

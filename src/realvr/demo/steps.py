@@ -14,7 +14,7 @@ from typing import Any
 
 from realvr.demo import plan
 from realvr.demo.plan import Arm, DemoSettings, Step
-from realvr.files import write_json
+from realvr.runs.files import write_json
 
 DONE = Path("done")
 
@@ -54,7 +54,7 @@ def make_benchmarks(step: Step, settings: DemoSettings) -> None:
 
 
 def _draw(split: str, settings: DemoSettings, count: int, size: int, format: str = "real", **options: Any) -> None:
-    from realvr.world.commands import make
+    from realvr.cli.world import make
 
     folder = plan.WORLD / split
     if (folder / "recipe.json").is_file():  # begun and not finished
@@ -64,7 +64,7 @@ def _draw(split: str, settings: DemoSettings, count: int, size: int, format: str
 
 def benches() -> list[str]:
     """``NAME=PATH`` of the five."""
-    from realvr.world.commands import layout_path
+    from realvr.cli.world import layout_path
 
     names = ("mmvp", "blink", "hrbench-4k", "hrbench-8k", "mme-realworld")
     return [f"mini-{name}={layout_path(name, plan.WORLD / name)}" for name in names]
@@ -165,7 +165,7 @@ def sweep(step: Step, settings: DemoSettings) -> None:
 
 
 def _evaluate(arm: Arm, out: str, **options: Any) -> None:
-    from realvr.benchmarks.eval_command import Job, run
+    from realvr.cli.eval import Job, run
 
     job = Job([arm.model], benches(), out, max_new=plan.MAX_NEW, batch=plan.EVAL_BATCH, device="cpu", **options)
     run(job)
@@ -173,7 +173,7 @@ def _evaluate(arm: Arm, out: str, **options: Any) -> None:
 
 def counterfactual(step: Step, settings: DemoSettings) -> None:
     """Do answers follow an edit of the picture? Two turns, with and without the first span, and separately."""
-    from realvr.benchmarks import pairs_command
+    from realvr.cli import pairs as pairs_command
 
     arm = _arm(step)
     pairs_command.counterfactual(
@@ -188,7 +188,7 @@ def counterfactual(step: Step, settings: DemoSettings) -> None:
 
 def exchange(step: Step, settings: DemoSettings) -> None:
     """Do answers follow latents that are swapped between the two pictures of a pair?"""
-    from realvr.benchmarks import pairs_command
+    from realvr.cli import pairs as pairs_command
 
     arm = _arm(step)
     pairs_command.exchange(
@@ -204,7 +204,7 @@ def exchange(step: Step, settings: DemoSettings) -> None:
 
 def grounding(step: Step, settings: DemoSettings) -> None:
     """Free-running latents against the evidence of held-out questions."""
-    from realvr.demo.grounding import measure
+    from realvr.diagnostics.grounding import measure
 
     arm = _arm(step)
     found = measure(arm.model, plan.HELD_OUT, plan.LATENTS, seed=settings.seed)

@@ -14,12 +14,12 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from realvr.benchmarks.comparison import compare
-from realvr.benchmarks.effects import EFFECTS, beyond_noise
-from realvr.benchmarks.records import PREDICTIONS, read_predictions
 from realvr.demo import plan
 from realvr.demo.plan import ARMS, Arm, DemoSettings, Step
-from realvr.files import read_json
+from realvr.evaluation.comparison import compare
+from realvr.evaluation.effects import EFFECTS, beyond_noise
+from realvr.evaluation.records import PREDICTIONS, read_predictions
+from realvr.runs.files import read_json
 
 Json = dict[str, Any]
 VERSION = 2

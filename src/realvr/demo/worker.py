@@ -49,7 +49,7 @@ def _quiet() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
 
-    from realvr.commands.quiet import quiet_transformers
+    from realvr.runs.quiet import quiet_transformers
 
     torch.set_num_threads(1)
     quiet_transformers(always=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from realvr.backbone.backbone import Backbone, VisualTokens
 from realvr.backbone.batch import Batch
 from realvr.errors import UserError
-from realvr.latent.engine import prefill, think
+from realvr.latent.span import prefill, think
 from realvr.latent.state import State
 
 Memory = Literal["cached", "checkpointed-prefill", "checkpointed"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from realvr.backbone.attention import Columns, Segments
 
-# real, segment (the trunk), block (no image), place (always given by both sides), veil (sees and is seen)
+# real, segment (the trunk), block (no image), window_position (both sides give it), image_visibility (sees, is seen)
 _NEUTRAL: tuple[bool | int, ...] = (True, -1, -1, 0, 0)
 
 

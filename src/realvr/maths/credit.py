@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from realvr.maths.precision import masked, ratio, wide
+from realvr.maths.precision import at_least_float32, masked, safe_divide
 
 
 def readout(rows: Tensor, content: Tensor) -> Tensor:
@@ -31,41 +31,41 @@ def readout(rows: Tensor, content: Tensor) -> Tensor:
     """
     if rows.dim() not in (4, 5):
         raise ValueError(f"attention rows are (L, B, H, R, K) or (L, B, R, K), not of shape {tuple(rows.shape)}")
-    mean_BRK = wide(rows).mean(0) if rows.dim() == 4 else wide(rows).mean((0, 2))
+    mean_BRK = at_least_float32(rows).mean(0) if rows.dim() == 4 else at_least_float32(rows).mean((0, 2))
     if (content.shape[0], content.shape[-1]) != tuple(mean_BRK.shape[:2]) or content.dim() not in (2, 3):
         raise ValueError(f"content {tuple(content.shape)} does not fit attention rows {tuple(rows.shape)}")
     content_BYR = content.bool() if content.dim() == 3 else content.bool()[:, None]
     total_BYK = masked(mean_BRK[:, None], content_BYR[..., None]).sum(-2)
-    r_BYK = ratio(total_BYK, content_BYR.sum(-1, keepdim=True))
+    r_BYK = safe_divide(total_BYK, content_BYR.sum(-1, keepdim=True))
     return r_BYK if content.dim() == 3 else r_BYK[:, 0]
 
 
 def mean_wrong(r_pos_BK: Tensor, r_wrong_BYK: Tensor, valid_BY: Tensor) -> Tensor:
     """``r_t^-`` (B, K): mean readout of the valid wrong answers (B, Y, K); ``r_t^+`` where none is valid: no credit."""
     valid = valid_BY.bool()
-    total_BK = masked(wide(r_wrong_BYK), valid[..., None]).sum(1)
-    mean_BK = ratio(total_BK, valid.sum(1)[:, None])
-    return torch.where(valid.any(1)[:, None], mean_BK, wide(r_pos_BK))
+    total_BK = masked(at_least_float32(r_wrong_BYK), valid[..., None]).sum(1)
+    mean_BK = safe_divide(total_BK, valid.sum(1)[:, None])
+    return torch.where(valid.any(1)[:, None], mean_BK, at_least_float32(r_pos_BK))
 
 
 def selective(r_pos_BK: Tensor, r_neg_BK: Tensor) -> Tensor:
     """``gamma_t = [r_t^+ - r_t^-]+`` (B, K), with subgradient 0 at equality."""
-    return torch.relu(wide(r_pos_BK) - wide(r_neg_BK))
+    return torch.relu(at_least_float32(r_pos_BK) - at_least_float32(r_neg_BK))
 
 
 def raw(r_pos_BK: Tensor) -> Tensor:
     """Credit of the raw-attention ablation: ``gamma_t = r_t^+`` (B, K), with or without wrong answers."""
-    return wide(r_pos_BK)
+    return at_least_float32(r_pos_BK)
 
 
 def unassigned(gamma_BK: Tensor) -> Tensor:
     """``gamma_0 = 1 - sum_t gamma_t`` (B,): mass that no slot received. For the records only."""
-    return 1 - wide(gamma_BK).sum(-1)
+    return 1 - at_least_float32(gamma_BK).sum(-1)
 
 
 def weights(gamma_BK: Tensor, eta: float) -> Tensor:
     """``w_t = eta / K + (1 - eta) gamma_t`` (B, K)."""
-    return _share(eta, gamma_BK) + (1 - eta) * wide(gamma_BK)
+    return _share(eta, gamma_BK) + (1 - eta) * at_least_float32(gamma_BK)
 
 
 def unassigned_weight(gamma_BK: Tensor, eta: float) -> Tensor:
@@ -87,7 +87,7 @@ def mass_matched(gamma_BK: Tensor, eta: float) -> Tensor:
 
 def mass_matched_uniform(gamma_BK: Tensor) -> Tensor:
     """``q_t^U = 1 / K`` (B, K), in the shape of the credit that it ignores."""
-    return torch.full_like(wide(gamma_BK), _share(1.0, gamma_BK))
+    return torch.full_like(at_least_float32(gamma_BK), _share(1.0, gamma_BK))
 
 
 def _share(eta: float, gamma_BK: Tensor) -> float:

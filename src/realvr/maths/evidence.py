@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from realvr.maths.precision import masked, wide
+from realvr.maths.precision import at_least_float32, masked
 
 
 def pool(tokens_ND: Tensor, mask_N: Tensor | None = None, eps: float = 1e-6) -> Tensor:
@@ -30,7 +30,7 @@ def pool(tokens_ND: Tensor, mask_N: Tensor | None = None, eps: float = 1e-6) -> 
     Without a mask, or with one that is zero everywhere, it is the mean of the whole image. No token at all gives zeros,
     which the losses count as "no prototype".
     """
-    tokens = wide(tokens_ND)
+    tokens = at_least_float32(tokens_ND)
     if mask_N is None:
         mask_N = tokens.new_ones(tokens.shape[0])
     if mask_N.shape != tokens.shape[:1]:
@@ -53,7 +53,7 @@ def unit(vectors: Tensor) -> Tensor:
     The largest entry is divided out first, so that squares neither overflow nor vanish. It cancels in the result, hence
     it carries no gradient.
     """
-    x = wide(vectors)
+    x = at_least_float32(vectors)
     largest = x.detach().abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros((*x.shape[:-1], 1))
     filled = largest != 0  # true for NaN, which must not be hidden
     scaled = x / torch.where(filled, largest, torch.ones_like(largest))
@@ -106,14 +106,14 @@ def violation(score_BK: Tensor, margin: float) -> Tensor:
     if not 0 < margin <= 2:
         raise ValueError(f"the target margin must lie in (0, 2], not {margin}")
     # relu, not clamp: its gradient at the kink is 0.
-    return torch.relu(margin - wide(score_BK))
+    return torch.relu(margin - at_least_float32(score_BK))
 
 
 def weighted(losses_BK: Tensor, weights_BK: Tensor, detach: bool = True) -> Tensor:
     """``sum_t sg(w_t) l_t`` (B,). ``detach=False`` drops the stop-gradient: the undetached ablation."""
     if losses_BK.shape != weights_BK.shape:
         raise ValueError(f"weights {tuple(weights_BK.shape)} do not fit losses {tuple(losses_BK.shape)}")
-    return ((wide(weights_BK.detach() if detach else weights_BK)) * losses_BK).sum(-1)
+    return ((at_least_float32(weights_BK.detach() if detach else weights_BK)) * losses_BK).sum(-1)
 
 
 def loss(

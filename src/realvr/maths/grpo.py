@@ -23,7 +23,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from realvr.maths.precision import masked, ratio, wide
+from realvr.maths.precision import at_least_float32, masked, safe_divide
 
 Reduction = Literal["grpo", "dr_grpo", "bnpo"]
 """``grpo``: mean over tokens, then over sequences. ``bnpo``: mean over all tokens. ``dr_grpo``: sum over tokens
@@ -44,7 +44,7 @@ def advantages(rewards_PG: Tensor, eps: float = 1e-4, *, scale: bool = True) -> 
     ``scale=False`` leaves the division out, as Dr. GRPO proposes.
     """
     some = varied(rewards_PG)
-    rewards = wide(rewards_PG.detach())
+    rewards = at_least_float32(rewards_PG.detach())
     centred = rewards - rewards.mean(-1, keepdim=True)
     if scale:
         # By hand: torch's std of one element warns and is NaN.
@@ -58,15 +58,15 @@ def token_objective(
 ) -> Tensor:
     """Clipped objective of each token (..., S), to be maximised; log-probabilities (..., S), advantages (...)."""
     low, high = _bounds(clip, clip_high)
-    log_ratio = wide(logp) - wide(old_logp).detach()
-    advantage = wide(advantages).detach()[..., None]
+    log_ratio = at_least_float32(logp) - at_least_float32(old_logp).detach()
+    advantage = at_least_float32(advantages).detach()[..., None]
     bounded = torch.where(advantage >= 0, log_ratio.clamp(max=high), log_ratio.clamp(min=low))
     return advantage * bounded.exp()
 
 
 def token_kl(logp: Tensor, ref_logp: Tensor) -> Tensor:
     """k3 estimate of KL(policy || reference) at each token (..., S): exp(d) - d - 1 with d = ref - policy."""
-    d = wide(ref_logp).detach() - wide(logp)
+    d = at_least_float32(ref_logp).detach() - at_least_float32(logp)
     return torch.expm1(d) - d  # exp(d) - 1 would cancel to nothing for small d
 
 
@@ -97,10 +97,10 @@ def reduce(
     ``denominator`` replaces the ``normalizer`` of this call by that of the whole optimizer step. No real token gives 0.
     """
     own = normalizer(mask, reduction, max_length)
-    kept = masked(wide(values), mask)
+    kept = masked(at_least_float32(values), mask)
     if reduction == "grpo":
-        kept = ratio(kept.sum(-1), mask.bool().sum(-1))
-    return ratio(kept.sum(), own if denominator is None else denominator)
+        kept = safe_divide(kept.sum(-1), mask.bool().sum(-1))
+    return safe_divide(kept.sum(), own if denominator is None else denominator)
 
 
 def loss(
@@ -123,12 +123,12 @@ def loss(
     the mask of generated tokens are (..., S), usually (B, G, S); advantages are (...). All log-probabilities at the
     sampling temperature. What stands at masked tokens does not matter, be it NaN.
     """
-    logp, old_logp = masked(wide(logp), mask), masked(wide(old_logp), mask)
+    logp, old_logp = masked(at_least_float32(logp), mask), masked(at_least_float32(old_logp), mask)
     per_token = -token_objective(logp, old_logp, advantages, clip, clip_high)
     if beta != 0:
         if ref_logp is None:
             raise ValueError("beta > 0 needs the reference policy's log-probabilities")
-        per_token = per_token + beta * token_kl(logp, masked(wide(ref_logp), mask))
+        per_token = per_token + beta * token_kl(logp, masked(at_least_float32(ref_logp), mask))
     return reduce(per_token, mask, reduction, max_length=max_length, denominator=denominator)
 
 
@@ -143,7 +143,7 @@ def clip_fraction(
 ) -> Tensor:
     """Share of the real tokens whose gradient the clip removes: ratio beyond the bound its advantage pushes towards."""
     low, high = _bounds(clip, clip_high)
-    log_ratio = masked(wide(logp), mask) - masked(wide(old_logp), mask)
+    log_ratio = masked(at_least_float32(logp), mask) - masked(at_least_float32(old_logp), mask)
     sign = advantages[..., None]
     clipped = ((log_ratio < low) & (sign < 0)) | ((log_ratio > high) & (sign > 0))
     return reduce(clipped, mask, "bnpo")

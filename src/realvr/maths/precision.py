@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def wide(x: Tensor) -> Tensor:
+def at_least_float32(x: Tensor) -> Tensor:
     """``x`` in float32, or unchanged if it is float64. Integers and booleans become float32."""
     return x if x.dtype == torch.float64 else x.float()
 
@@ -19,7 +19,7 @@ def masked(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.bool(), x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def ratio(total: Tensor, count: Tensor | float) -> Tensor:
+def safe_divide(total: Tensor, count: Tensor | float) -> Tensor:
     """``total / count`` in the format of ``total``; ``total`` itself where nothing was counted.
 
     Not ``clamp(min=1)``: a count may rightly be a fraction, such as that of the whole step divided by the number of

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from realvr.maths.precision import masked, ratio, wide
+from realvr.maths.precision import at_least_float32, masked, safe_divide
 
 Reduction = Literal["mean", "sum"]
 IGNORE = -100
@@ -40,11 +40,11 @@ def per_example(
         raise ValueError(f"states, targets and example numbers do not fit: {shapes}")
     if reduction not in ("mean", "sum"):
         raise ValueError(f"unknown reduction {reduction!r}: choose 'mean' (as the table) or 'sum' (as the equation)")
-    square = (wide(states_ND) - wide(targets_ND).detach()).square()
+    square = (at_least_float32(states_ND) - at_least_float32(targets_ND).detach()).square()
     error_N = square.mean(-1) if reduction == "mean" else square.sum(-1)
     # A comparison instead of index_add: the same bits on every run, also on a GPU.
     member_EN = _members(example_N, examples)
-    return ratio(masked(error_N, member_EN).sum(-1), member_EN.sum(-1))
+    return safe_divide(masked(error_N, member_EN).sum(-1), member_EN.sum(-1))
 
 
 def reconstruction(
@@ -59,27 +59,27 @@ def reconstruction(
     losses_E = per_example(states_ND, targets_ND, example_N, examples, reduction)
     if denominator is None:
         denominator = _members(example_N, examples).any(-1).sum()
-    return ratio(losses_E.sum(), denominator)
+    return safe_divide(losses_E.sum(), denominator)
 
 
 def next_token(logp: Tensor, mask: Tensor, denominator: Tensor | float | None = None) -> Tensor:
     """Next-token loss, a scalar: minus the mean log-probability (..., S) over the tokens in ``mask`` (..., S)."""
-    kept = masked(wide(logp), mask)
-    return ratio(-kept.sum(), mask.bool().sum() if denominator is None else denominator)
+    kept = masked(at_least_float32(logp), mask)
+    return safe_divide(-kept.sum(), mask.bool().sum() if denominator is None else denominator)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, denominator: Tensor | float | None = None) -> Tensor:
     """The same from logits (..., V) and labels (...), aligned: logits i predict label i; ``IGNORE`` is skipped."""
     mask = labels != IGNORE
     # Ignored rows may hold anything: they are cleared before the softmax, not after.
-    clean = masked(wide(logits), mask[..., None])
+    clean = masked(at_least_float32(logits), mask[..., None])
     logp = clean.log_softmax(-1).gather(-1, masked(labels, mask)[..., None])[..., 0]
     return next_token(logp, mask, denominator)
 
 
 def stage1(next_token: Tensor, reconstruction: Tensor, weight: float = 0.1) -> Tensor:
     """Stage-1 loss: next-token loss plus ``weight`` times the reconstruction loss."""
-    return wide(next_token) + weight * wide(reconstruction)
+    return at_least_float32(next_token) + weight * at_least_float32(reconstruction)
 
 
 def _members(example_N: Tensor, examples: int) -> Tensor:

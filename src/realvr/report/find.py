@@ -10,11 +10,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from realvr.benchmarks.extract import POLICIES
-from realvr.benchmarks.summary_files import SUMMARY, other_policies, summary_path
+from realvr.answers.extract import POLICIES
 from realvr.errors import UserError
-from realvr.files import read_json
+from realvr.evaluation.summary_files import SUMMARY, other_policies, summary_path
 from realvr.report.results import KINDS, Arm, Json, Kind, Result, Results, read_settings, read_steps
+from realvr.runs.files import read_json
 
 FILES = {
     "metrics.jsonl": "training runs",
@@ -71,8 +71,8 @@ def _folders(root: Path) -> list[Path]:
 
 def _name(folder: Path, root: Path) -> str:
     root = root.resolve()
-    parts = [part for part in folder.relative_to(root).parts if part not in _GENERIC]
-    return "/".join(parts) or root.name or "results"
+    widgets = [part for part in folder.relative_to(root).parts if part not in _GENERIC]
+    return "/".join(widgets) or root.name or "results"
 
 
 def _read(folder: Path, unfinished: list[Path], policy: str | None) -> list[Result]:

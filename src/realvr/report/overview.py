@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from realvr.benchmarks.comparison import compare
-from realvr.benchmarks.effects import TITLES, effects
-from realvr.benchmarks.extract import POLICIES
-from realvr.benchmarks.score_command import predictions_of
-from realvr.benchmarks.summary_files import other_policies, summary_path
+from realvr.answers.extract import POLICIES
+from realvr.cli.score import predictions_of
+from realvr.evaluation.comparison import compare
+from realvr.evaluation.effects import TITLES, effects
+from realvr.evaluation.summary_files import other_policies, summary_path
 from realvr.report.charts import Bar, forest
-from realvr.report.parts import (
+from realvr.report.results import Arm, Result, Results
+from realvr.report.scores import (
+    EVAL,
+    bench_names,
+    difference_cell,
+    effect_cell,
+    last_tenth,
+    mean_title,
+    means,
+    score_cell,
+    title,
+)
+from realvr.report.widgets import (
     DASH,
     FEW_PAIRS,
     FEW_QUESTIONS,
@@ -25,18 +37,6 @@ from realvr.report.parts import (
     number,
     share,
 )
-from realvr.report.results import Arm, Result, Results
-from realvr.report.scores import (
-    EVAL,
-    bench_names,
-    difference_cell,
-    effect_cell,
-    last_tenth,
-    mean_title,
-    means,
-    score_cell,
-    title,
-)
 
 FLIP = "two-turn/keep"
 
@@ -44,24 +44,24 @@ FLIP = "two-turn/keep"
 def overview(results: Results, baseline: Arm | None) -> Section:
     """The headline comparison."""
     section = Section("overview", "Overview")
-    section.parts += [Text(text) for text in _what_this_is(results)]
-    section.parts += [Text(note, "warning") for note in results.notes]
+    section.widgets += [Text(text) for text in _what_this_is(results)]
+    section.widgets += [Text(note, "warning") for note in results.notes]
     under = (f" under {results.policy}", f" --policy {results.policy}") if results.policy else ("", "")
     for folder in results.unfinished:
-        section.parts.append(
+        section.widgets.append(
             Text(f"{folder} has predictions but no summary{under[0]} and is left out; realvr score{under[1]} writes it")
         )
-    section.parts += [Text(text) for text in _other_policies(results)]
+    section.widgets += [Text(text) for text in _other_policies(results)]
     main = [arm for arm in results.arms if arm.main]
     scored = [arm for arm in main if arm.get("eval")]
     if scored:
-        section.parts += [headline_table(scored, "Benchmark scores, %"), *_headline_figure(scored)]
+        section.widgets += [headline_table(scored, "Benchmark scores, %"), *_headline_figure(scored)]
     else:
-        section.parts += missing(EVAL)
+        section.widgets += missing(EVAL)
     if effects := _effects(main, "What the latents do"):
-        section.parts.append(effects)
+        section.widgets.append(effects)
     if baseline is not None and (table := _against(scored, baseline)):
-        section.parts.append(table)
+        section.widgets.append(table)
     return section
 
 
@@ -248,13 +248,13 @@ def further(results: Results) -> Section:
     arms = [arm for arm in results.arms if not arm.main]
     scored = [arm for arm in arms if arm.get("eval")]
     if scored:
-        section.parts.append(headline_table(scored, "Benchmark scores of further arms, %"))
+        section.widgets.append(headline_table(scored, "Benchmark scores of further arms, %"))
     if effects := _effects(arms, "Further arms: what the latents do"):
-        section.parts.append(effects)
+        section.widgets.append(effects)
     others = [arm for arm in arms if not arm.get("eval")]
     if others:
         names = ", ".join(arm.name for arm in others)
-        section.parts.append(Text(f"Found without an evaluation: {names}. See the training curves."))
+        section.widgets.append(Text(f"Found without an evaluation: {names}. See the training curves."))
     if not arms:
-        section.parts += missing("realvr train rl CONFIG --method no-negatives; realvr eval RUN/final … --out DIR")
+        section.widgets += missing("realvr train rl CONFIG --method no-negatives; realvr eval RUN/final … --out DIR")
     return section

@@ -18,11 +18,11 @@ from realvr.report import paper
 from realvr.report.find import find
 from realvr.report.overview import further, overview
 from realvr.report.pairs import counterfactual, exchange
-from realvr.report.parts import Fold, Section, Switch, Table
 from realvr.report.provenance import provenance
 from realvr.report.results import Arm, Results
 from realvr.report.scores import ablation, benchmarks, sweep
 from realvr.report.training import training
+from realvr.report.widgets import Fold, Section, Switch, Table
 
 
 def build(
@@ -92,20 +92,24 @@ def render(sections: Sequence[Section], title: str) -> str:
     )
 
 
-def tables_of(parts: Sequence[Any]) -> Iterator[Table]:
-    """All tables among parts, folded and switched ones included."""
-    for part in parts:
+def tables_of(widgets: Sequence[Any]) -> Iterator[Table]:
+    """All tables among widgets, folded and switched ones included."""
+    for part in widgets:
         if isinstance(part, Table):
             yield part
         elif isinstance(part, Fold):
-            yield from tables_of(part.parts)
+            yield from tables_of(part.widgets)
         elif isinstance(part, Switch):
             for _, _, inside in part.panels:
                 yield from tables_of(inside)
 
 
 def _data(section: Section) -> dict[str, Any]:
-    return {"id": section.id, "title": section.title, "tables": [table.as_json() for table in tables_of(section.parts)]}
+    return {
+        "id": section.id,
+        "title": section.title,
+        "tables": [table.as_json() for table in tables_of(section.widgets)],
+    }
 
 
 def _write(out: Path, texts: dict[str, str]) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from realvr.benchmarks.counterfactual_summary import DISTANCES, RATES
+from realvr.diagnostics.counterfactual_summary import DISTANCES, RATES
 from realvr.report.charts import Bar, Line, Point, forest, lines
-from realvr.report.parts import (
+from realvr.report.results import Arm, Json, Results
+from realvr.report.widgets import (
     DASH,
     Cell,
     Figures,
@@ -21,7 +22,6 @@ from realvr.report.parts import (
     number,
     share,
 )
-from realvr.report.results import Arm, Json, Results
 
 COUNTERFACTUAL = "realvr counterfactual MODEL PAIRS --out DIR"
 EXCHANGE = "realvr exchange MODEL PAIRS --out DIR"
@@ -49,17 +49,17 @@ def counterfactual(results: Results) -> Section:
         if found:
             panels.append((f"protocol-{name.replace('/', '-')}", label, [Text(explained), *_protocol(name, found)]))
     if panels:
-        section.parts.append(
+        section.widgets.append(
             Text(
                 "Does the answer follow an edit of the picture? |C|: pairs whose right answer changes, |U|: the "
                 "others. Over C: A₀ and A₁ (original and edited view right), change (another answer to the edited "
                 "view), strict flip (both right). Over U: false flip (another answer although none is due)."
             )
         )
-        section.parts.append(Switch("Protocol", panels))
+        section.widgets.append(Switch("Protocol", panels))
     else:
-        section.parts += missing(COUNTERFACTUAL)
-    section.parts += _distances(arms)
+        section.widgets += missing(COUNTERFACTUAL)
+    section.widgets += _distances(arms)
     return section
 
 
@@ -137,9 +137,9 @@ def exchange(results: Results) -> Section:
     section = Section("exchange", "Latent exchange")
     arms = results.having("exchange")
     if not arms:
-        section.parts += missing(EXCHANGE)
+        section.widgets += missing(EXCHANGE)
         return section
-    section.parts.append(
+    section.widgets.append(
         Text(
             "Does the answer follow the latents while the picture stays? Selected latents are replaced by those of the "
             "other view of the pair, the donor. Lift: how much more often the donor's answer is given. Margin shift: "
@@ -147,8 +147,8 @@ def exchange(results: Results) -> Section:
             "puts back the recipient's own latents."
         )
     )
-    section.parts += [_figures(arms), _table(arms), *_between(arms)]
-    section.parts += [Text(_sham(arm)) for arm in arms]
+    section.widgets += [_figures(arms), _table(arms), *_between(arms)]
+    section.widgets += [Text(_sham(arm)) for arm in arms]
     return section
 
 

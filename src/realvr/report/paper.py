@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from realvr.benchmarks.published import COLUMNS, Row, published
-from realvr.benchmarks.tables import NAMES
-from realvr.report.parts import DASH, Cell, Fold, Section, Table, Text, number, with_std
+from realvr.evaluation.published import COLUMNS, Row, published
+from realvr.evaluation.tables import NAMES
+from realvr.report.widgets import DASH, Cell, Fold, Section, Table, Text, number, with_std
 
 MARK = "published, not measured here"
 _FIVE = ("mmvp", "blink", "hrbench-4k", "hrbench-8k", "mme-realworld", "average")
@@ -27,14 +27,14 @@ def _cells(row: Row, names: Sequence[str], digits: int = 1) -> list[Cell]:
 def section() -> Section:
     """All tables of the paper, apart from the results."""
     made = Section("paper", "The paper's numbers")
-    made.parts.append(
+    made.widgets.append(
         Text(
             "For reference; nothing here was measured. The paper's scores are over the published benchmarks, with its "
             "own models. They stand beside a score of this page only where the same published set was asked; numbers "
-            "over drawn pictures, other questions or parts of a set cannot be compared with them."
+            "over drawn pictures, other questions or widgets of a set cannot be compared with them."
         )
     )
-    made.parts += [*result_tables(), *sweep_table(), *ablation_tables(), *counterfactual_tables(), *exchange_tables()]
+    made.widgets += [*result_tables(), *sweep_table(), *ablation_tables(), *counterfactual_tables(), *exchange_tables()]
     return made
 
 

@@ -9,36 +9,36 @@ from typing import Any
 
 import yaml
 
-from realvr.report.parts import Fold, Section, Table, Text
 from realvr.report.results import Json, Result, Results
 from realvr.report.training import stage
+from realvr.report.widgets import Fold, Section, Table, Text
 
 
 def provenance(results: Results) -> Section:
     section = Section("provenance", "Provenance")
-    section.parts.append(
+    section.widgets.append(
         Text(
             "What the records say about each arm. The commands are put together from the records: options that leave "
             "no trace in a result (batch size, device) are not in them."
         )
     )
     for arm in results.arms:
-        parts = [part for result in arm.results.values() for part in _result(result)]
-        section.parts.append(Fold(arm.name, parts))
+        widgets = [part for result in arm.results.values() for part in _result(result)]
+        section.widgets.append(Fold(arm.name, widgets))
     return section
 
 
 def _result(result: Result) -> list[Any]:
     with result.reading():
-        parts: list[Any] = [Text(f"{_TITLES[result.kind]}: {result.folder}", "heading")]
+        widgets: list[Any] = [Text(f"{_TITLES[result.kind]}: {result.folder}", "heading")]
         if result.kind == "train":
-            return [*parts, *_training(result)]
-        parts += [Text(command(result), "command")] if result.settings else []
+            return [*widgets, *_training(result)]
+        widgets += [Text(command(result), "command")] if result.settings else []
         rows = [*_flat(result.model)] + _settings(result)
-        parts += [Table("Model and settings", ["what", "value"], rows)] if rows else []
+        widgets += [Table("Model and settings", ["what", "value"], rows)] if rows else []
         if result.kind in ("eval", "sweep"):
-            parts += _benches(result.settings)
-        return parts
+            widgets += _benches(result.settings)
+        return widgets
 
 
 _TITLES = {

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from realvr.errors import UserError
-from realvr.files import read_json
+from realvr.runs.files import read_json
 
 Kind = Literal["train", "eval", "sweep", "counterfactual", "exchange", "grounding"]
 KINDS: tuple[Kind, ...] = ("train", "eval", "sweep", "counterfactual", "exchange", "grounding")

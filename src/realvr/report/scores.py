@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from realvr.benchmarks import tables
-from realvr.benchmarks.effects import TITLES, effects
-from realvr.benchmarks.rules import five_title, in_order
-from realvr.benchmarks.scoring import ABLATIONS
-from realvr.benchmarks.tables import title
+from realvr.evaluation import tables
+from realvr.evaluation.effects import TITLES, effects
+from realvr.evaluation.rules import five_title, in_order
+from realvr.evaluation.scoring import ABLATIONS
+from realvr.evaluation.tables import title
 from realvr.report.charts import Bar, Line, Point, forest, lines
-from realvr.report.parts import (
+from realvr.report.results import Arm, Json, Result, Results
+from realvr.report.widgets import (
     DASH,
     FEW_QUESTIONS,
     Cell,
@@ -26,7 +27,6 @@ from realvr.report.parts import (
     missing,
     number,
 )
-from realvr.report.results import Arm, Json, Result, Results
 
 EVAL = "realvr eval MODEL --bench mmvp=PATH --bench blink=PATH … --out DIR"
 SWEEP = "realvr eval MODEL --bench mmvp=PATH … --latents 0,2,4,8,12,16,20 --out DIR"
@@ -127,11 +127,11 @@ def benchmarks(results: Results, published: Callable[[Sequence[str]], list[Any]]
             "Published set: whether the questions are those of the published benchmark, and if not, why; only then can "
             "a score be compared with a published one. Unread answers and errors count as wrong."
         )
-        section.parts += [Table("Measured", header, rows, note), *folds]
+        section.widgets += [Table("Measured", header, rows, note), *folds]
     else:
-        section.parts += missing(EVAL)
+        section.widgets += missing(EVAL)
     whole = {name for arm in arms for name, entry in arm.results["eval"].content["benches"].items() if _whole(entry)}
-    section.parts += published(in_order(whole)) if whole else []
+    section.widgets += published(in_order(whole)) if whole else []
     return section
 
 
@@ -174,9 +174,9 @@ def ablation(results: Results) -> Section:
                 scores += _condition_rows(arm, name, entry, conditions)
             _bars(arm, result.content, bars)
     if not rows:
-        section.parts += missing(EVAL)
+        section.widgets += missing(EVAL)
         return section
-    section.parts += [
+    section.widgets += [
         Text(
             "Help is the score with own latents minus that without a span. Dependence is own latents minus those of "
             "another question, and minus noise of the same norms. A model may gain from a span whose contents it "
@@ -263,12 +263,12 @@ def sweep(results: Results) -> Section:
             if len(result.content["sweep"]["latents"]) > 2:  # K = 0 beside the trained K is the ablation above
                 panels.append((f"sweep-{arm.number}", arm.name, _sweep_parts(arm, result.content)))
     if panels:
-        section.parts.append(
+        section.widgets.append(
             Text("The same checkpoint with other numbers of latents than the one it was trained with.")
         )
-        section.parts += [Switch("Arm", panels)] if len(panels) > 1 else panels[0][2]
+        section.widgets += [Switch("Arm", panels)] if len(panels) > 1 else panels[0][2]
     else:
-        section.parts += missing(SWEEP)
+        section.widgets += missing(SWEEP)
     return section
 
 

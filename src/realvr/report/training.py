@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from realvr.report.charts import Line, Point, lines
-from realvr.report.parts import Cell, Figures, Fold, Key, Section, Table, Text, missing, number
 from realvr.report.results import Arm, Json, Results
 from realvr.report.scores import last_tenth
+from realvr.report.widgets import Cell, Figures, Fold, Key, Section, Table, Text, missing, number
 
 MOST_POINTS = 100
 COMMAND = "realvr train rl CONFIG --run.out DIR"
@@ -73,9 +73,9 @@ def training(results: Results) -> Section:
             by_stage[stage(result.content["steps"])].append(arm)
     for name, arms in by_stage.items():
         if arms:
-            section.parts += [Text(_TITLES[name], "heading"), *_stage(name, arms)]
-    if not section.parts:
-        section.parts += missing(COMMAND)
+            section.widgets += [Text(_TITLES[name], "heading"), *_stage(name, arms)]
+    if not section.widgets:
+        section.widgets += missing(COMMAND)
     return section
 
 
@@ -101,10 +101,10 @@ def _stage(name: str, arms: Sequence[Arm]) -> list[Any]:
     def shown(which: Sequence[tuple[str, Any]], id: str) -> Figures:
         return Figures(_TITLES[name], which, keys, switch=True, note=note, id=id)
 
-    parts: list[Any] = [shown(figures[:first], f"curves-{name}")]
+    widgets: list[Any] = [shown(figures[:first], f"curves-{name}")]
     if figures[first:]:
-        parts.append(Fold("More curves", [shown(figures[first:], f"more-{name}")]))
-    return [*parts, _last(name, arms)]
+        widgets.append(Fold("More curves", [shown(figures[first:], f"more-{name}")]))
+    return [*widgets, _last(name, arms)]
 
 
 def curve(steps: Sequence[Json], metric: str) -> tuple[list[Point], int]:

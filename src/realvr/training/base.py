@@ -19,16 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from realvr.backbone.backbone import Backbone, VisualTokens
-from realvr.backbone.types import Grid, Prompt, Turn
+from realvr.backbone.types import Prompt, Turn
 from realvr.data.boxes import token_boxes
 from realvr.data.mixture import Mixture
 from realvr.data.sample import Sample
 from realvr.data.wording import spelled_out
 from realvr.errors import UserError
-from realvr.latent.engine import advance, token_logprobs
-from realvr.training.ahead import ahead, made_at_once
+from realvr.imaging.types import Grid
+from realvr.latent.span import decoder_pass, token_logprobs
 from realvr.training.dropping import Draws
 from realvr.training.examples import Encoder, share_of_batch
+from realvr.training.prefetch import parallel_map, prefetch
 from realvr.training.sft import load_backbone
 from realvr.training.sft_step import SftBatch, SftExample, pack_rows
 from realvr.training.sources import TrainingData, training_data
@@ -59,7 +60,7 @@ class BaseBatch:
 
 
 class BaseStep(nn.Module):
-    """``forward(microbatch, part=None) -> (loss, metrics)``; see the contract in ``task.py``."""
+    """``forward(microbatch, term=None) -> (loss, metrics)``; see the contract in ``task.py``."""
 
     def __init__(self, backbone: Backbone, settings: Any, classes: Sequence[int]) -> None:
         super().__init__()
@@ -75,9 +76,9 @@ class BaseStep(nn.Module):
             nn.Linear(backbone.width, count, device=backbone.device, dtype=backbone.dtype) for count in classes
         )
 
-    def forward(self, micro: BaseBatch, part: str | None = None) -> tuple[Tensor, Metrics]:
+    def forward(self, micro: BaseBatch, term: str | None = None) -> tuple[Tensor, Metrics]:
         rows = micro.rows
-        visual = self.backbone.see(rows.images, train=True)
+        visual = self.backbone.encode_images(rows.images, train=True)
         hidden = self._read(rows, visual)
         predicting = hidden[rows.predict_M2[:, 0], rows.predict_M2[:, 1]]
         logp, _ = token_logprobs(self.backbone, predicting, rows.labels_M)
@@ -89,7 +90,7 @@ class BaseStep(nn.Module):
         }
         loss = hidden.sum() * 0.0 + visual.features_ND.sum() * 0.0
         for name, value in losses.items():
-            if part in (None, name):
+            if term in (None, name):
                 loss = loss + self.weights[name] * value
         share = torch.tensor(len(rows.names) / micro.totals["examples"], device=loss.device)
         metrics: Metrics = {f"loss/{name}": (value.detach().float(), share) for name, value in losses.items()}
@@ -99,14 +100,14 @@ class BaseStep(nn.Module):
     def _read(self, rows: SftBatch, visual: VisualTokens) -> Tensor:
         embeds = self.backbone.embed(rows.ids_RT.masked_fill(rows.image_RT, 0))
         embeds = embeds.masked_scatter(rows.image_RT[..., None], visual.features_ND.to(embeds.dtype))
-        return advance(
+        return decoder_pass(
             self.backbone,
             None,
             embeds,
             rows.positions,
             real_BT=rows.real_RT,
             segment_BT=rows.segment_RT,
-            place_BT=rows.place_RT if self.backbone.windowed else None,
+            window_position_BT=rows.place_RT if self.backbone.windowed else None,
             image_BT=rows.image_RT,
             deepstack=visual.deepstack,
         )[1]
@@ -139,7 +140,7 @@ class BaseTask:
     """One optimizer step is ``optim.batch`` samples over all ranks; each gives a question row and, where it has one, a
     caption row."""
 
-    parts = ("next_token", "caption", "dense", "feature_norm")
+    terms = ("next_token", "caption", "dense", "feature_norm")
 
     def __init__(self, backbone: Backbone, settings: Any, ranks: Ranks, data: TrainingData) -> None:
         self.backbone, self.settings, self.ranks, self.data = backbone, settings, ranks, data
@@ -153,7 +154,7 @@ class BaseTask:
         self.kept: dict[tuple[str, int], _Rows] = {}
         self.draws = Draws()
         self._position: dict[str, Any] | None = None
-        self._ahead: Generator[Any] | None = None
+        self._prefetched: Generator[Any] | None = None
 
     def prepare(self, step: int) -> Prepared:
         micro, drawn = next(self._steps(step))
@@ -180,12 +181,12 @@ class BaseTask:
 
     def _steps(self, step: int) -> Iterator[tuple[list[BaseBatch], Draws]]:
         """Microbatches of ``step`` and the following ones; worker processes make them ahead of time."""
-        if self._ahead is None:
+        if self._prefetched is None:
             workers = self.settings.data.workers
             if workers and self.settings.data.keep_encoded and not self.kept:
                 self._encode_all(workers)
-            self._ahead = ahead(self._make, self._orders(step), workers)
-        for (position, _), made in self._ahead:
+            self._prefetched = prefetch(self._make, self._orders(step), workers)
+        for (position, _), made in self._prefetched:
             self._position = position
             yield made
 
@@ -195,7 +196,7 @@ class BaseTask:
         places = [
             (name, i) for name, source in zip(samples.names, samples.sources, strict=True) for i in range(len(source))
         ]
-        for place, rows in zip(places, made_at_once(self._laid_out, places, workers), strict=True):
+        for place, rows in zip(places, parallel_map(self._laid_out, places, workers), strict=True):
             if rows is not None:
                 self.kept[place] = rows
 
@@ -287,9 +288,9 @@ class BaseTask:
 
     def close(self) -> None:
         """End the worker processes."""
-        if self._ahead is not None:
-            self._ahead.close()
-            self._ahead = None
+        if self._prefetched is not None:
+            self._prefetched.close()
+            self._prefetched = None
 
     def export(self, directory: Path) -> None:
         self.backbone.save(directory)

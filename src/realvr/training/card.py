@@ -43,7 +43,7 @@ from PIL import Image
 
 from realvr.backbone import Backbone
 from realvr.backbone.types import Turn
-from realvr.latent.group import rollout
+from realvr.latent.group_rollout import rollout
 from realvr.latent.sampling import GREEDY
 
 backbone = Backbone.load({folder!r})

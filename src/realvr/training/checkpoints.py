@@ -22,8 +22,8 @@ from pydantic import ValidationError
 from realvr import __version__
 from realvr.data.census import SHOWN
 from realvr.errors import UserError, out_of_memory
-from realvr.files import read_json, sync
-from realvr.hashes import difference, digests
+from realvr.runs.files import read_json, sync
+from realvr.runs.hashes import difference, digests
 from realvr.training.configuration import differences
 from realvr.training.dropping import ReadsData
 from realvr.training.engine import Engine

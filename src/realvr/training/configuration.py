@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from realvr.errors import UserError
-from realvr.files import write_atomically
+from realvr.runs.files import write_atomically
 from realvr.training import methods
 from realvr.training.settings import BaseSettings, Origin, RlSettings, SftSettings, TrainSettings
 

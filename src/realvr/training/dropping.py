@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from realvr.errors import UserError
-from realvr.files import write_json
+from realvr.runs.files import write_json
 from realvr.training.engine import Engine
 from realvr.training.settings import TrainSettings
 from realvr.training.sources import RECORD, TrainingData, above, check_command

@@ -143,9 +143,9 @@ class Engine:
     def optimizer(self) -> Any:
         return self._optimizer
 
-    def forward(self, microbatch: Any, part: str | None = None) -> tuple[Tensor, Metrics]:
+    def forward(self, microbatch: Any, term: str | None = None) -> tuple[Tensor, Metrics]:
         """The stage's forward pass through the wrapped module."""
-        return self.wrapped(microbatch) if part is None else self.wrapped(microbatch, part=part)
+        return self.wrapped(microbatch) if term is None else self.wrapped(microbatch, term=term)
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:

@@ -9,19 +9,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from realvr.backbone.backbone import Backbone
-from realvr.backbone.images import ImageProcessor
-from realvr.backbone.types import ImageInput, Prompt, Turn
+from realvr.backbone.samples import conversation
+from realvr.backbone.types import Prompt
 from realvr.data import reasons
 from realvr.data.boxes import prompt_boxes, target_tokens, unshown_box
 from realvr.data.mixture import Mixture
 from realvr.data.sample import Sample
-from realvr.data.wording import question_text, readout_text, response_text
+from realvr.data.wording import response_text
 from realvr.errors import UserError
-from realvr.training.ahead import made_at_once
+from realvr.imaging.processing import ImageProcessor
+from realvr.imaging.types import ImageInput
 from realvr.training.dropping import TOO_LONG, UNREADABLE_IMAGE, Draws
+from realvr.training.prefetch import parallel_map
 from realvr.training.sft_step import SftExample
 from realvr.training.task import Ranks
 
@@ -34,15 +35,6 @@ def share_of_batch(settings: Any, ranks: Ranks) -> int:
             f"optim.batch is {batch}: it must be a multiple of {ranks.world} ranks x optim.microbatch {microbatch}"
         )
     return int(batch // ranks.world)
-
-
-def conversation(sample: Sample, images: Sequence[Any]) -> list[Turn]:
-    """The sample's turns; the last user turn carries options and instruction."""
-    last = max((i for i, turn in enumerate(sample.turns) if turn.role == "user"), default=-1)
-    return [
-        Turn(turn.role, question_text(sample) if i == last else turn.text, [images[k] for k in turn.images])
-        for i, turn in enumerate(sample.turns)
-    ]
 
 
 def all_of(samples: Mixture[Sample]) -> list[Sample]:
@@ -87,7 +79,7 @@ class Encoder:
         counted, when it is drawn."""
         kept: dict[int, Any] = self._sequences if sequences else self._prompts
         make = self._laid_out if sequences else self._prompt  # in workers, which need not keep anything
-        for sample, found in zip(samples, made_at_once(make, samples, workers), strict=True):
+        for sample, found in zip(samples, parallel_map(make, samples, workers), strict=True):
             if found is not None:
                 kept[id(sample)] = found
 
@@ -185,24 +177,3 @@ def _smaller(processor: ImageProcessor, images: Sequence[ImageInput], over: int)
     if budget < least:
         return None
     return ImageProcessor(processor.family, processor.stock, None, least, budget, processor.tiles)
-
-
-def answer_tokens(backbone: Backbone, answer: str, choices: Sequence[str] = ()) -> tuple[list[int], list[bool]]:
-    """Ids of ``Fmt(y)`` and which of them are ``J(y)``: those whose characters overlap the answer itself."""
-    text, spans = readout_text(answer, choices, backbone.spell_out)
-    ids, offsets = backbone.prompts.encode_text(text)
-    return ids, [any(start < stop and end > first for first, stop in spans) for start, end in offsets]
-
-
-def pad_answers(groups: Sequence[Sequence[tuple[list[int], list[bool]]]]) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, Y, S) ids, which are real, which are content. A prompt with fewer answers has rows without a real token."""
-    most = max(len(group) for group in groups)
-    size = max(len(ids) for group in groups for ids, _ in group)
-    ids_BYS = torch.zeros(len(groups), most, size, dtype=torch.long)
-    real, content = torch.zeros_like(ids_BYS, dtype=torch.bool), torch.zeros_like(ids_BYS, dtype=torch.bool)
-    for b, group in enumerate(groups):
-        for y, (ids, inside) in enumerate(group):
-            ids_BYS[b, y, : len(ids)] = torch.tensor(ids)
-            real[b, y, : len(ids)] = True
-            content[b, y, : len(ids)] = torch.tensor(inside)
-    return ids_BYS, real, content

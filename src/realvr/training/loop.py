@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from realvr.errors import UserError, explained, out_of_memory
-from realvr.files import sync
-from realvr.progress import busy
-from realvr.runlock import hold
+from realvr.runs.files import sync
+from realvr.runs.lock import hold
+from realvr.runs.progress import busy
 from realvr.training import configuration, memory
 from realvr.training.card import TAG, base_model, card
 from realvr.training.checkpoints import Checkpoints, Progress
@@ -112,7 +112,7 @@ class _Outcome:
     norm: float
     bad: bool
     """The same on every rank."""
-    suspects: list[int]
+    nonfinite_microbatches: list[int]
     """Microbatches of this rank whose loss is not finite."""
 
 
@@ -133,7 +133,7 @@ class _Run:
             prepared = self.task.prepare(index)
             _same_passes(engine, prepared)
             prepare_s = time.perf_counter() - start
-            norms = part_norms(engine, self.task, prepared) if _due(index + 1, log.parts_every) else {}
+            norms = term_norms(engine, self.task, prepared) if _due(index + 1, log.parts_every) else {}
             outcome = update(engine, prepared, optim.lr_at(index), optim.clip)
         except Exception as error:
             if isinstance(error, UserError) or not out_of_memory(error):
@@ -154,9 +154,9 @@ class _Run:
         self.tracker.log(index + 1, values, seconds)
         if _due(index + 1, log.table_every):
             self.tracker.table(index + 1, prepared.table)
-        self._judge(outcome, prepared)
+        self.handle_nonfinite(outcome, prepared)
 
-    def _judge(self, outcome: _Outcome, prepared: Prepared) -> None:
+    def handle_nonfinite(self, outcome: _Outcome, prepared: Prepared) -> None:
         """Count a skipped step, name its examples, and give up after too many in a row."""
         progress = self.progress
         if not outcome.bad:
@@ -175,7 +175,7 @@ class _Run:
 
     def _names(self, outcome: _Outcome, prepared: Prepared) -> str:
         """The examples of the microbatches whose loss is not finite, over all ranks; of all where none stands out."""
-        own = [str(name) for index in outcome.suspects for name in _ids(prepared.microbatches[index])]
+        own = [str(name) for index in outcome.nonfinite_microbatches for name in _ids(prepared.microbatches[index])]
         every = [str(name) for batch in prepared.microbatches for name in _ids(batch)]
         every = every or [str(row["id"]) for row in prepared.table if "id" in row]
         gathered = self.engine.gather_objects((own, every))
@@ -240,17 +240,17 @@ def _add(metrics: Metrics, found: Metrics) -> None:
         metrics[name] = (value, count)
 
 
-def part_norms(engine: Engine, task: Task, prepared: Prepared) -> dict[str, float]:
+def term_norms(engine: Engine, task: Task, prepared: Prepared) -> dict[str, float]:
     """Norm of the gradient of each part of the loss alone. Leaves gradients, parameters and generators as they were."""
     norms, before = {}, generator_state()
-    for part in task.parts:
+    for term in task.terms:
         for microbatch in prepared.microbatches:
             with engine.accumulate(last=False):
-                loss, _ = engine.forward(microbatch, part=part)
+                loss, _ = engine.forward(microbatch, term=term)
                 if loss.requires_grad:
                     engine.backward(loss)
         engine.reduce_gradients()
-        norms[f"grad_norm/{part}"] = engine.gradient_norm()
+        norms[f"grad_norm/{term}"] = engine.gradient_norm()
         engine.drop_gradients()
         set_generator_state(before)
     return norms

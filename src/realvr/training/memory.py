@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from realvr.backbone.types import ImageInput
 from realvr.errors import UserError
+from realvr.imaging.types import ImageInput
 from realvr.training.engine import Engine
 from realvr.training.sections import OptimSettings
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
+from realvr.answers import canonical as answers
 from realvr.data.sample import Sample
 from realvr.errors import UserError
-from realvr.maths import answers
 
 Reward = Callable[[str, Sample], float]
 _FORMAT = re.compile(r"[\s\S]*<answer>[^<]+</answer>\s*")

@@ -16,21 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from realvr.answers import canonical as answers
 from realvr.backbone.backbone import Backbone, VisualTokens
 from realvr.backbone.loading import trained_latents
+from realvr.backbone.samples import answer_tokens, pad_answers
 from realvr.backbone.types import Prompt
 from realvr.data.mixture import Mixture
 from realvr.data.sample import Sample
 from realvr.errors import UserError
-from realvr.latent.engine import prefill, score, splice
-from realvr.latent.group import Completion, Rollout, rollout
+from realvr.latent import prototypes as evidence
+from realvr.latent.group_rollout import Completion, Rollout, rollout
+from realvr.latent.prototypes import NegativeBank, Prototype
 from realvr.latent.sampling import ANSWER_END, Sampling
-from realvr.maths import answers, grpo
-from realvr.training import evidence
+from realvr.latent.span import prefill, score, splice
+from realvr.maths import grpo
 from realvr.training.adapters import Adapters
 from realvr.training.dropping import EMPTY_ANSWER, ENOUGH, of_all_ranks, over, too_many
-from realvr.training.evidence import NegativeBank, Prototype
-from realvr.training.examples import Encoder, all_of, answer_tokens, pad_answers, share_of_batch
+from realvr.training.examples import Encoder, all_of, share_of_batch
 from realvr.training.rewards import correct, load_rewards, rated, true_answer
 from realvr.training.rl_step import RlBatch, RlOptions, RlStep, options_from
 from realvr.training.sft import load_backbone
@@ -39,7 +41,7 @@ from realvr.training.task import Metrics, Prepared, Ranks
 
 
 @dataclass
-class _Rolled:
+class RolloutBatch:
     """One microbatch after its rollout."""
 
     samples: list[Sample]
@@ -67,7 +69,7 @@ class RlTask:
         self.adapters = Adapters(backbone, settings.lora)
         self.reference = reference
         self.options: RlOptions = options_from(settings)
-        self.parts: tuple[str, ...] = ("policy", "evidence") if self.uses_evidence else ("policy",)
+        self.terms: tuple[str, ...] = ("policy", "evidence") if self.uses_evidence else ("policy",)
         self.module = RlStep(backbone, self.options)
         self.rewards = load_rewards(settings.rewards)
         self.encoder = Encoder(backbone, settings.max_prompt, settings.data.keep_encoded)
@@ -162,10 +164,12 @@ class RlTask:
     # ------------------------------------------------------------------ rollout
 
     @torch.no_grad()
-    def _roll(self, pairs: list[tuple[Sample, Prompt]], step: int, place: int, done: Rollout | None = None) -> _Rolled:
+    def _roll(
+        self, pairs: list[tuple[Sample, Prompt]], step: int, place: int, done: Rollout | None = None
+    ) -> RolloutBatch:
         settings = self.settings
         samples, prompts = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        visual = self.backbone.see([image for prompt in prompts for image in prompt.images])
+        visual = self.backbone.encode_images([image for prompt in prompts for image in prompt.images])
         stop = ANSWER_END if settings.stop_at_answer else None
         sampling = Sampling(settings.temperature, settings.top_p, settings.top_k, settings.max_new, stop)
         seeds = [_seed(settings.run.seed, step, place + i) for i in range(len(pairs))]
@@ -189,14 +193,14 @@ class RlTask:
         }
         total = torch.stack([parts[name] * weight for name, (_, weight) in self.rewards.items()]).sum(0)
         found = evidence.prototypes(samples, prompts, visual)
-        return _Rolled(samples, prompts, visual, result, total, parts, found)
+        return RolloutBatch(samples, prompts, visual, result, total, parts, found)
 
     @torch.no_grad()
-    def _batch(self, part: _Rolled, everyone: list[Prototype], place: int, step: int) -> RlBatch:
+    def _batch(self, part: RolloutBatch, everyone: list[Prototype], place: int, step: int) -> RlBatch:
         settings, device = self.settings, self.backbone.device
         ids, real, logp = part.rollout.tensors(device)
         chosen = [
-            evidence.draw(
+            evidence.sample_negatives(
                 place + i, everyone, list(self.bank.items), settings.negatives, settings.run.seed, step, sample.id
             )
             for i, sample in enumerate(part.samples)
@@ -255,7 +259,7 @@ class RlTask:
 
     # ------------------------------------------------------------------ records
 
-    def _metrics(self, rolled: list[_Rolled]) -> Metrics:
+    def _metrics(self, rolled: list[RolloutBatch]) -> Metrics:
         device = self.backbone.device
 
         def pair(total: Any, count: float) -> tuple[Tensor, Tensor]:
@@ -278,7 +282,7 @@ class RlTask:
         metrics["tokens"] = pair(sum(lengths) + prompt_tokens, 1 / self.ranks.world)
         return metrics | self.draws.metrics(device, self.ranks.world)
 
-    def _table(self, rolled: list[_Rolled]) -> list[dict[str, Any]]:
+    def _table(self, rolled: list[RolloutBatch]) -> list[dict[str, Any]]:
         rows = []
         for part in rolled[:2]:
             for sample, group, rewards in zip(part.samples, part.rollout.completions, part.rewards_BG, strict=True):

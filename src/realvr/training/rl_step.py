@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from realvr.backbone.attention import Probe
 from realvr.backbone.backbone import Backbone, VisualTokens
 from realvr.backbone.batch import Batch
-from realvr.latent.engine import advance, prefill, score, splice, think
 from realvr.latent.recurrence import Memory
+from realvr.latent.span import decoder_pass, prefill, score, splice, think
 from realvr.latent.state import State
 from realvr.maths import credit, evidence, grpo
 from realvr.training.task import Metrics
@@ -75,7 +75,7 @@ class RlBatch:
 
 
 class RlStep(nn.Module):
-    """``forward(microbatch, part=None) -> (loss, metrics)``; see the contract in ``task.py``."""
+    """``forward(microbatch, term=None) -> (loss, metrics)``; see the contract in ``task.py``."""
 
     def __init__(self, backbone: Backbone, options: RlOptions) -> None:
         super().__init__()
@@ -84,15 +84,15 @@ class RlStep(nn.Module):
         self.options = options
         self.forbidden = backbone.forbidden_ids().to(backbone.device)
 
-    def forward(self, micro: RlBatch, part: str | None = None) -> tuple[Tensor, Metrics]:
+    def forward(self, micro: RlBatch, term: str | None = None) -> tuple[Tensor, Metrics]:
         options = self.options
-        with_evidence = options.lambda_ev != 0 and micro.latents_BKD.shape[1] > 0 and part != "policy"
+        with_evidence = options.lambda_ev != 0 and micro.latents_BKD.shape[1] > 0 and term != "policy"
         prompt, _ = prefill(self.backbone, micro.batch, micro.visual, checkpointed=options.memory != "cached")
         loss = prompt.last_BD.sum() * 0.0
         metrics: Metrics = {}
         checkpointed = options.memory != "cached"
         replayed, states_BKD = splice(self.backbone, prompt, micro.latents_BKD, checkpointed=checkpointed)
-        if part != "evidence":
+        if term != "evidence":
             policy = self._policy(micro, replayed, metrics)
             loss = loss + policy
             metrics["loss/policy"] = _share(policy, micro)
@@ -175,7 +175,7 @@ class RlStep(nn.Module):
         offset = (real.long().cumsum(-1) - 1).clamp(min=0)
         segment = torch.arange(answers, device=real.device)[None, :, None].expand_as(real)
         with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
-            advance(
+            decoder_pass(
                 self.backbone,
                 state,
                 self.backbone.embed(micro.answers_BYS.flatten(1)),

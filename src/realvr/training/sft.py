@@ -63,7 +63,7 @@ class _Encoded:
 class SftTask:
     """One optimizer step is ``optim.batch`` packed rows, dealt out over the ranks; packing is done by each rank."""
 
-    parts = ("next_token", "reconstruction")
+    terms = ("next_token", "reconstruction")
 
     def __init__(self, backbone: Backbone, settings: Any, ranks: Ranks, data: TrainingData) -> None:
         self.backbone, self.settings, self.ranks, self.data = backbone, settings, ranks, data

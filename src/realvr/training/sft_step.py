@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.batch import collate
-from realvr.backbone.types import Grid, ImageInput, Prompt
-from realvr.latent.engine import advance, token_logprobs
+from realvr.backbone.types import Prompt
+from realvr.imaging.types import Grid, ImageInput
+from realvr.latent.span import decoder_pass, token_logprobs
 from realvr.maths import reconstruction
 from realvr.training.task import Metrics
 
@@ -58,7 +59,7 @@ class SftBatch:
     segment_RT: Tensor
     image_RT: Tensor
     slot_RT: Tensor
-    veil_RT: Tensor | None
+    image_visibility_RT: Tensor | None
     images: tuple[ImageInput, ...]
     slot_source_N: Tensor  # visual token behind each slot, over all images of the microbatch
     slot_example_N: Tensor  # example of each slot
@@ -96,7 +97,7 @@ class SftBatch:
 
 
 class SftStep(nn.Module):
-    """``forward(microbatch, part=None) -> (loss, metrics)``; see the contract in ``task.py``."""
+    """``forward(microbatch, term=None) -> (loss, metrics)``; see the contract in ``task.py``."""
 
     def __init__(
         self,
@@ -112,33 +113,33 @@ class SftStep(nn.Module):
         self.reduction = reduction
         self.checkpointed = checkpointed
 
-    def forward(self, micro: SftBatch, part: str | None = None) -> tuple[Tensor, Metrics]:
+    def forward(self, micro: SftBatch, term: str | None = None) -> tuple[Tensor, Metrics]:
         backbone = self.backbone
-        visual = backbone.see(micro.images)
+        visual = backbone.encode_images(micro.images)
         embeds = backbone.embed(micro.ids_RT.masked_fill(micro.image_RT | micro.slot_RT, 0))
         features = visual.features_ND.to(embeds.dtype)
         targets_ND = features[micro.slot_source_N]
         if micro.images:
             embeds = embeds.masked_scatter(micro.image_RT[..., None], features)
         embeds = embeds.masked_scatter(micro.slot_RT[..., None], targets_ND)
-        _, hidden = advance(
+        _, hidden = decoder_pass(
             backbone,
             None,
             embeds,
             micro.positions,
             real_BT=micro.real_RT,
             segment_BT=micro.segment_RT,
-            place_BT=micro.place_RT if backbone.windowed else None,
-            veil_BT=micro.veil_RT,
+            window_position_BT=micro.place_RT if backbone.windowed else None,
+            image_visibility_BT=micro.image_visibility_RT,
             image_BT=micro.image_RT if micro.images else None,
             deepstack=visual.deepstack,
             checkpointed=self.checkpointed,
         )
         before = micro.slot_RT.roll(-1, dims=1)  # one position before each slot; a slot is never in column 0
-        return self._losses(micro, hidden, hidden[before], targets_ND, part)
+        return self._losses(micro, hidden, hidden[before], targets_ND, term)
 
     def _losses(
-        self, micro: SftBatch, hidden: Tensor, states_ND: Tensor, targets_ND: Tensor, part: str | None
+        self, micro: SftBatch, hidden: Tensor, states_ND: Tensor, targets_ND: Tensor, term: str | None
     ) -> tuple[Tensor, Metrics]:
         predicting = hidden[micro.predict_M2[:, 0], micro.predict_M2[:, 1]]
         logp, _ = token_logprobs(self.backbone, predicting, micro.labels_M)
@@ -158,7 +159,7 @@ class SftStep(nn.Module):
             # The first latent alone has seen no evidence yet: it shows whether the model finds it by itself.
             first = micro.slot_example_N.diff(prepend=micro.slot_example_N.new_tensor([-1])) != 0
             metrics["latents/cos_first"] = (cosine[first].sum(), first.sum().float())
-        loss = {"next_token": ce, "reconstruction": self.weight * rec}.get(part or "", ce + self.weight * rec)
+        loss = {"next_token": ce, "reconstruction": self.weight * rec}.get(term or "", ce + self.weight * rec)
         metrics["loss"] = (loss.detach().float(), share)
         return loss + hidden.sum() * 0.0, metrics
 
@@ -197,7 +198,7 @@ def pack_rows(
         segment_RT=segment,
         image_RT=out["image"],
         slot_RT=out["slot"],
-        veil_RT=_veil(examples, segment, out, hidden_ratio, generator),
+        image_visibility_RT=_veil(examples, segment, out, hidden_ratio, generator),
         images=tuple(image for example in examples for image in example.prompt.images),
         slot_source_N=torch.cat([example.targets + start for example, start in zip(examples, offsets, strict=False)]),
         slot_example_N=torch.arange(len(examples)).repeat_interleave(torch.tensor([len(e.targets) for e in examples])),
@@ -240,8 +241,8 @@ def _veil(
         return None
     # All text but <|lvr_start|>, whose state is the first latent: what text cannot see it cannot pass on.
     opens = (out["after"] == 1) & ~out["slot"]
-    veil = torch.where(out["slot"] | opens, 0, torch.where(out["image"], 1, 2))
-    return torch.where(hide_E[segment_RT.clamp(min=0)] & (segment_RT >= 0), veil, 0)
+    image_visibility = torch.where(out["slot"] | opens, 0, torch.where(out["image"], 1, 2))
+    return torch.where(hide_E[segment_RT.clamp(min=0)] & (segment_RT >= 0), image_visibility, 0)
 
 
 def _lay_out(backbone: Backbone, example: SftExample) -> dict[str, Tensor]:

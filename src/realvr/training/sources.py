@@ -19,8 +19,8 @@ from realvr.data.readers.base import ReadOptions
 from realvr.data.reading import Report, read
 from realvr.data.sample import Sample
 from realvr.errors import UserError
-from realvr.files import read_json
-from realvr.progress import Bar
+from realvr.runs.files import read_json
+from realvr.runs.progress import Bar
 
 if TYPE_CHECKING:
     from realvr.training.sections import SourceSettings

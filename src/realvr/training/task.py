@@ -54,9 +54,9 @@ class Task(Protocol):
     """A stage of training."""
 
     module: nn.Module
-    """The whole differentiable step as one module: ``module(microbatch, part=None) -> (loss, metrics)``. With
-    ``part`` set to one of ``parts`` only that term is computed, for gradient norms apart."""
-    parts: tuple[str, ...]
+    """The whole differentiable step as one module: ``module(microbatch, term=None) -> (loss, metrics)``. With
+    ``term`` set to one of ``terms`` only that term is computed, for gradient norms apart."""
+    terms: tuple[str, ...]
 
     def prepare(self, step: int) -> Prepared:
         """Read data, roll out, score, gather across ranks: everything of step ``step`` that needs no gradient."""

@@ -20,8 +20,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from realvr.files import naming, write_atomically
-from realvr.progress import Ticker, duration
+from realvr.runs.files import naming, write_atomically
+from realvr.runs.progress import Ticker, duration
 from realvr.training.sections import LogSettings
 
 LINE = {

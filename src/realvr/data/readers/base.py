@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from realvr.data import reasons
-from realvr.data.image_file import ImageError
 from realvr.data.reasons import BadRow
 from realvr.data.sample import LETTERS, Box, ImageRef, Source, strip_image_tags
+from realvr.imaging.files import ImageError
 
 BoxUnit = Literal["fractions", "pixels", "auto"]
 PIXELS_ABOVE = 2.0

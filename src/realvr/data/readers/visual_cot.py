@@ -14,7 +14,6 @@ import re
 from typing import Any, TypeGuard
 
 from realvr.data import reasons
-from realvr.data.image_file import LARGEST_SIDE
 from realvr.data.readers.base import (
     Context,
     Format,
@@ -33,6 +32,7 @@ from realvr.data.readers.conversation import turns_of
 from realvr.data.reasons import BadRow
 from realvr.data.sample import Box, ImageRef, Message, Sample, strip_image_tags
 from realvr.data.streams import json_rows
+from realvr.imaging.files import LARGEST_SIDE
 
 BOX_REQUEST = "Please provide the bounding box coordinate of the region that can help you answer the question better."
 _REQUEST = re.compile(re.escape(BOX_REQUEST) + r"\s*")

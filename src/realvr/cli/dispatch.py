@@ -1,0 +1,112 @@
+"""The command line: a table of verbs, each imported only when it is used.
+
+Adding a verb means adding a line to ``COMMANDS`` and a plain function whose parameters are its options. Nothing is
+imported here that needs torch, so help and the data commands answer at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from itertools import pairwise
+from typing import NamedTuple
+
+from realvr import __version__
+from realvr.errors import UserError
+from realvr.runs.guard import guarded
+
+
+class Command(NamedTuple):
+    module: str
+    function: str
+    summary: str
+    raw: bool = False
+    """The function takes the list of arguments as it is: its options are not known before it has read a file."""
+
+
+COMMANDS: dict[str, Command] = {
+    "env": Command("realvr.cli.env", "env", "Versions, devices and engines found on this machine."),
+    "new": Command("realvr.cli.new", "new", "Make a small random model of any family, to dry-run everything."),
+    "ask": Command("realvr.cli.ask", "ask", "Ask a model a question about one or more images."),
+    "data check": Command("realvr.cli.data", "check", "Read everything, open every image, say what is usable."),
+    "data show": Command("realvr.cli.data", "show", "Print normalised samples; draw boxes and visual tokens."),
+    "data export": Command("realvr.cli.data", "export", "Convert between our JSONL and the training formats."),
+    "data import": Command("realvr.cli.data_import", "import_boxes", "COCO or VOC boxes as our JSONL, with questions."),
+    "world make": Command("realvr.cli.world", "make", "Draw splits of the synthetic world, in the real layouts."),
+    "world show": Command("realvr.cli.world", "show", "A contact sheet of scenes with questions and boxes."),
+    "train sft": Command("realvr.cli.train", "sft", "Stage 1: latents reconstruct visual evidence.", raw=True),
+    "train rl": Command("realvr.cli.train", "rl", "Stage 2: LVR-RL, ReaLVR and its ablations.", raw=True),
+    "train base": Command("realvr.cli.train", "base", "Train all parameters of a small model.", raw=True),
+    "eval": Command("realvr.cli.eval", "evaluate", "Checkpoints on benchmarks, span ablations included."),
+    "benchmarks": Command("realvr.cli.benchmarks", "benchmarks", "Files, rules and citations of each."),
+    "counterfactual": Command("realvr.cli.pairs", "counterfactual", "Do answers follow edits of the picture?"),
+    "exchange": Command("realvr.cli.pairs", "exchange", "Do answers follow latents swapped in a pair?"),
+    "score": Command("realvr.cli.score", "score", "Scores with intervals from saved predictions."),
+    "compare": Command("realvr.cli.score", "compare", "Two evaluations, question by question."),
+    "report": Command("realvr.cli.report", "report", "A page with tables and figures from saved results."),
+    "demo": Command("realvr.cli.demo", "demo", "Train and compare small models here, and write a report."),
+}
+
+_EXAMPLES = """\
+examples:
+  realvr env
+  realvr new --family qwen3-vl --size tiny runs/tiny
+  realvr ask runs/tiny photo.png "What colour is the circle?" --latents 4
+  realvr ask --help"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit code. 2 means that the input was wrong, and one line on stderr says what."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: _dispatch(args))
+
+
+def _dispatch(args: list[str]) -> int:
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if args[0] in ("-V", "--version"):
+        print(f"realvr {__version__}")
+        return 0
+    for words in (2, 1):
+        name = " ".join(args[:words])
+        if name in COMMANDS:
+            return _run(name, args[words:])
+    group = [name for name in COMMANDS if name.startswith(args[0] + " ")]
+    if group:
+        if len(args) == 1 or args[1] in ("-h", "--help"):
+            print(_help(group))
+            return 0
+        raise UserError(f"'{' '.join(args[:2])}' is not a command; commands: {', '.join(group)}")
+    close = get_close_matches(args[0], COMMANDS, n=1)
+    hint = f"; did you mean '{close[0]}'?" if close else ""
+    raise UserError(f"'{args[0]}' is not a command{hint} (realvr --help lists them)")
+
+
+def _run(name: str, args: list[str]) -> int:
+    for flag, value in pairwise([*args, "-"]):
+        if flag in ("--out=", "--run.out=") or (flag in ("--out", "--run.out") and not value.strip()):
+            # A shell variable that is not set: as a path it would be the folder one happens to be in.
+            raise UserError(f"{flag.rstrip('=')} is empty: name a folder (. is the one you are in)")
+    command = COMMANDS[name]
+    function = getattr(importlib.import_module(command.module), command.function)
+    if command.raw:
+        return int(function(args) or 0)
+    import tyro
+
+    # The docstring up to its Args section is shown as it stands, examples included.
+    text = (inspect.getdoc(function) or command.summary).split("\nArgs:")[0].strip()
+    code = tyro.cli(function, prog=f"realvr {name}", description=text, args=args)
+    return int(code or 0)
+
+
+def _help(names: Sequence[str] | None = None) -> str:
+    width = max(len(name) for name in COMMANDS)
+    lines = [f"  {name:<{width}}  {COMMANDS[name].summary}" for name in names or COMMANDS]
+    head = (
+        f"realvr {__version__}: latent visual reasoning in vision-language models\n\nusage: realvr COMMAND [options]\n"
+    )
+    return "\n".join([head, "commands:", *lines, "", _EXAMPLES if names is None else "COMMAND --help explains each."])

@@ -1,0 +1,89 @@
+"""``realvr train sft | rl | base``: CONFIG, then dotted flags. They read their own arguments, because the flags are the
+settings of the file."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+from realvr.errors import UserError, explained
+from realvr.runs.lock import hold
+from realvr.runs.progress import busy
+from realvr.training.configuration import load_settings, show_help
+
+_EXAMPLES = """\
+usage: realvr train {kind} CONFIG [--dry-run] [--take-over] [--resume auto|never|PATH] [--SETTING VALUE ...]
+
+{summary}
+
+CONFIG is a YAML file (configs/ holds the paper's). Every setting can be changed by a dotted flag; all are listed below.
+--dry-run builds one batch, prints its shapes and a memory estimate, and trains nothing.
+--resume is short for --checkpoint.resume.
+--take-over takes run.out from a run on another machine that is gone for certain.
+Several processes: torchrun --standalone --nproc-per-node 2 -m realvr train {kind} CONFIG
+
+Examples:
+  realvr train {kind} my.yaml --dry-run
+  realvr train {kind} my.yaml --optim.lr 1e-5 --run.out runs/second
+"""
+
+
+def sft(args: Sequence[str]) -> int:
+    """Stage 1: teach latents to reconstruct the visual tokens of the region that matters, and the text after them."""
+    return _train("sft", args, str(sft.__doc__))
+
+
+def rl(args: Sequence[str]) -> int:
+    """Stage 2: reinforcement learning on free-running latents, with the evidence loss (ReaLVR) or an ablation of it."""
+    return _train("rl", args, str(rl.__doc__))
+
+
+def base(args: Sequence[str]) -> int:
+    """Base training of a small model from scratch: all parameters, vision included."""
+    return _train("base", args, str(base.__doc__))
+
+
+def _train(kind: str, args: Sequence[str], summary: str) -> int:
+    rest = list(args)
+    if "-h" in rest or "--help" in rest:
+        print(_EXAMPLES.format(kind=kind, summary=summary))
+        show_help(kind)
+        return 0
+    if not rest or rest[0].startswith("-"):
+        raise UserError(f"give a settings file first: realvr train {kind} CONFIG (--help explains)")
+    config, dry, take_over = rest[0], "--dry-run" in rest, "--take-over" in rest
+    flags = [_resume(flag) for flag in rest[1:] if flag not in ("--dry-run", "--take-over")]
+    settings = load_settings(kind, config, flags)
+
+    from realvr.runs.quiet import quiet_transformers
+    from realvr.training import loop
+    from realvr.training.engine import Engine
+
+    quiet_transformers()
+    engine = Engine()
+    # Before the model is read: a folder that another run writes should not cost minutes.
+    held = hold(settings.run.out, f"train {kind}", take_over) if engine.main and not dry else nullcontext()
+    try:
+        with held:
+            engine.seed(settings.run.seed)
+            stage = importlib.import_module(f"realvr.training.{kind}")
+            run = loop.dry_run if dry else loop.train
+            with busy(f"train {kind}: reading model and data", engine.main and settings.log.console):
+                task = stage.build_task(settings, engine)
+            code = run(task, settings, engine)
+    except Exception as error:
+        found = explained(error)
+        if engine.world == 1 or found is None:
+            raise
+        # The other ranks may be waiting for this one: leave without them, and the launcher ends them.
+        print(f"realvr: error: {found}" if engine.main else f"rank {engine.rank}: {found}", file=sys.stderr, flush=True)
+        os._exit(2)
+    return engine.exit(code)
+
+
+def _resume(flag: str) -> str:
+    """``--resume`` is the one setting with a short name."""
+    return f"--checkpoint.{flag[2:]}" if flag == "--resume" or flag.startswith("--resume=") else flag

@@ -1,0 +1,165 @@
+"""Asking both views of a counterfactual pair, in one conversation or in two; `counterfactual_summary` has the numbers.
+
+Protocols:
+
+* ``two-turn`` (app:complete-counterfactual): the original picture with the question, the reply, then the edited picture
+  with the same question, the first exchange in context. The paper does not say whether the first reply's latent span
+  stays in context. ``keep`` leaves it where it was produced; ``drop`` keeps the reply's text only. With K = 0 there is
+  no span and one variant, ``none``.
+* ``separate``: each picture in a conversation of its own.
+
+The first turn is the same in all of them and is asked once. Everything goes through `Responder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from realvr.answers.extract import extract_answer
+from realvr.backbone.samples import conversation
+from realvr.backbone.types import Turn
+from realvr.data.sample import Sample
+from realvr.diagnostics.pair_files import Journal, Record
+from realvr.diagnostics.pairs import Pair
+from realvr.errors import UserError
+from realvr.evaluation.responder import Plan, Reply, Request, Responder
+from realvr.imaging.cache import ImageCache
+
+Protocol = Literal["two-turn", "separate"]
+FirstSpan = Literal["keep", "drop"]
+Variant = tuple[str, str]
+"""A protocol and what becomes of the first span: keep, drop or none."""
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    """How pairs are asked."""
+
+    latents: int
+    protocols: tuple[Protocol, ...] = ("two-turn", "separate")
+    first_spans: tuple[FirstSpan, ...] = ("keep", "drop")
+    policy: Any = "strict"
+    """How answers are read out of text, see `extract_answer`."""
+    batch: int = 8
+    """Pairs per batch."""
+
+    @property
+    def variants(self) -> list[Variant]:
+        spans = self.first_spans if self.latents else ("none",)
+        found: list[Variant] = [("two-turn", span) for span in spans] if "two-turn" in self.protocols else []
+        return [*found, ("separate", "none")] if "separate" in self.protocols else found
+
+
+def ask_all(
+    responder: Responder,
+    pairs: Sequence[Pair],
+    journal: Journal,
+    options: PairOptions,
+    advance: Callable[[int], None] = lambda pairs: None,
+) -> None:
+    """Ask what the journal lacks, batch by batch.
+
+    Batches are cut from the whole list, so that a resumed run forms the same ones: its answers are those of a run that
+    was never interrupted, also where rounding depends on the batch.
+    """
+    for start in range(0, len(pairs), options.batch):
+        chunk = pairs[start : start + options.batch]
+        missing = [v for v in options.variants if any((pair.id, *v) not in journal.done for pair in chunk)]
+        if missing:
+            journal.add(ask_pairs(responder, chunk, missing, options))
+        advance(len(chunk))
+
+
+def ask_pairs(
+    responder: Responder, pairs: Sequence[Pair], variants: Sequence[Variant], options: PairOptions
+) -> list[Record]:
+    """Records of one batch of pairs, variant by variant."""
+    turns = [_view_turns(responder, pair) for pair in pairs]
+    originals = [_request(pair.original, view[0]) for pair, view in zip(pairs, turns, strict=True)]
+    first = _replies(responder, originals, options.latents)
+    records = []
+    for protocol, span in variants:
+        if protocol == "separate":
+            asked = [_request(pair.edited, view[1]) for pair, view in zip(pairs, turns, strict=True)]
+        else:
+            asked = [
+                _second_turn(pair, view, reply, span == "keep")
+                for pair, view, reply in zip(pairs, turns, first, strict=True)
+            ]
+        second = _replies(responder, asked, options.latents)
+        for pair, *replies in zip(pairs, first, second, strict=True):
+            records.append(_record(pair, (protocol, span), replies, options))
+    return records
+
+
+def _view_turns(responder: Responder, pair: Pair) -> tuple[list[Turn] | str, list[Turn] | str]:
+    """The conversations of both views, or why there is none. Pictures are processed here, once for all variants."""
+    backbone = getattr(responder, "backbone", None)
+    cache = ImageCache()
+
+    def turns(sample: Sample) -> list[Turn] | str:
+        try:
+            images: list[Any] = [cache.open(image) for image in sample.images]
+            if backbone is not None:
+                images = [backbone.processor(image) for image in images]
+        except UserError as error:
+            return str(error)
+        return conversation(sample, images)
+
+    return turns(pair.original), turns(pair.edited)
+
+
+def _request(sample: Sample, turns: list[Turn] | str) -> Request | str:
+    return turns if isinstance(turns, str) else Request(sample, turns)
+
+
+def _second_turn(
+    pair: Pair, turns: tuple[list[Turn] | str, list[Turn] | str], reply: Reply, keep: bool
+) -> Request | str:
+    """The whole conversation up to the question about the edited picture."""
+    before, after = turns
+    if reply.error is not None or isinstance(before, str):
+        return f"the first turn has no reply ({reply.error})"
+    if isinstance(after, str):
+        return after
+    said = Turn("assistant", reply.text, ids=reply.ids or None, latents=reply.latents if keep else None)
+    # One conversation has one system message: that of the original view.
+    return Request(pair.edited, [*before, said, *(turn for turn in after if turn.role != "system")])
+
+
+def _replies(responder: Responder, requests: Sequence[Request | str], latents: int) -> list[Reply]:
+    """A reply to each request; where there is an error instead of one, a reply that says so."""
+    ready = [request for request in requests if isinstance(request, Request)]
+    answers = iter(responder.reply(ready, [Plan(latents)])[0] if ready else [])
+    return [
+        next(answers) if isinstance(request, Request) else Reply("", finish="error", error=request)
+        for request in requests
+    ]
+
+
+def _record(pair: Pair, variant: Variant, replies: Sequence[Reply], options: PairOptions) -> Record:
+    """One line of counterfactual.jsonl; lists hold the first and the second view."""
+    extracted = [
+        None if reply.error is not None else extract_answer(reply.text, view.choices, options.policy)
+        for reply, view in zip(replies, pair.views, strict=True)
+    ]
+    return {
+        "pair": pair.id,
+        "edit": pair.edit,
+        "protocol": variant[0],
+        "first_span": variant[1],
+        "latents": options.latents,
+        "changed": pair.changed,
+        "truths": list(pair.truths),
+        "extracted": extracted,
+        "texts": [reply.text for reply in replies],
+        "questions": [view.id for view in pair.views],
+        "choices": list(pair.original.choices),
+        "policy": options.policy,
+        "prompts": [reply.prompt for reply in replies],
+        "finish": [reply.finish for reply in replies],
+        "new_tokens": [reply.new_tokens for reply in replies],
+        "errors": [reply.error for reply in replies],
+    }

@@ -1,0 +1,202 @@
+"""Counterfactual pairs: an original and an edited picture under one question, with the two right answers.
+
+Whether an edit changes the answer is decided here from the canonical answers (``y0 != y1``), never taken from a tag; a
+tag that says otherwise is reported. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from realvr.answers.canonical import canonical, same
+from realvr.data.readers.base import ReadOptions
+from realvr.data.reading import Report, read
+from realvr.data.sample import Sample
+from realvr.errors import UserError
+from realvr.imaging.pictures import picture_keys
+
+NO_EDIT = "pairs"
+"""Edit type of pairs whose data names none (MMVP)."""
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two views of one question. Both truths are canonical: a letter where there are options."""
+
+    edit: str
+    original: Sample
+    edited: Sample
+
+    @property
+    def id(self) -> str:
+        return str(self.original.pair)
+
+    @property
+    def views(self) -> tuple[Sample, Sample]:
+        return self.original, self.edited
+
+    @cached_property
+    def truths(self) -> tuple[str, str]:
+        """``(y0, y1)``."""
+        first, second = (canonical(view.answer, view.choices) for view in self.views)
+        if first is None or second is None:
+            raise UserError(f"pair {self.id}: a right answer names no option of its question")
+        return first, second
+
+    @property
+    def changed(self) -> bool:
+        """Whether the pair is in C (the right answer changes) or in U."""
+        return not same(*self.truths)
+
+
+@dataclass
+class PairReport:
+    """What was left out of the pairs, and what looked wrong, by pair id."""
+
+    single: list[str] = field(default_factory=list)
+    """Samples without a pair id."""
+    incomplete: list[str] = field(default_factory=list)
+    """Not exactly one original and one edited view."""
+    different: list[str] = field(default_factory=list)
+    """Question or options differ between the views."""
+    unreadable: list[str] = field(default_factory=list)
+    """A right answer that names no option."""
+    contradictions: list[str] = field(default_factory=list)
+    """The tag ``changed`` disagrees with the answers. The answers count and the pair is kept."""
+    dropped_rows: int = 0
+    """Rows that could not be read at all."""
+
+    def counts(self) -> dict[str, int]:
+        return {name: value if isinstance(value, int) else len(value) for name, value in vars(self).items()}
+
+    def lines(self) -> list[str]:
+        """One sentence for each thing that is not zero."""
+        told = {
+            "single": "samples have no pair and were left out",
+            "incomplete": "pairs lack one of their two views and were left out",
+            "different": "pairs ask different questions of their two views and were left out",
+            "unreadable": "pairs have a right answer that names no option and were left out",
+            "contradictions": "pairs have a tag 'changed' that contradicts their answers; the answers count",
+        }
+        lines = (
+            [f"{self.dropped_rows} rows could not be read (realvr data check says why)"] if self.dropped_rows else []
+        )
+        for name, sentence in told.items():
+            ids: list[str] = getattr(self, name)
+            if ids:
+                more = ", …" if len(ids) > _SHOWN else ""
+                lines.append(f"{len(ids)} {sentence}: {', '.join(ids[:_SHOWN])}{more}")
+        return lines
+
+
+def read_pairs(path: str | Path, limit: int | None = None) -> tuple[list[Pair], PairReport]:
+    """Pairs of any file or folder that `realvr.data.read` reads, edit by edit in file order.
+
+    ``limit`` keeps the first so many of each edit. An input without a single pair is an error.
+    """
+    if limit is not None and limit < 1:
+        raise UserError(f"--limit is {limit}: at least one pair per edit is needed")
+    reading = Report()
+    # A picture that cannot be used is met when it is asked about, and its pair stays in the denominators.
+    options = ReadOptions(check_images="none", broken_images="keep")
+    pairs, report = pair_up(read(path, options=options, report=reading))
+    report.dropped_rows = sum(reading.dropped.values())
+    if not pairs:
+        raise UserError(
+            f"{path}: no counterfactual pair found. Two samples that share 'pair', tagged view=original and "
+            "view=edited, make one; `realvr world make OUT --split counterfactual` draws some"
+            + "".join(f"; {line}" for line in report.lines())
+        )
+    return first_of_each(pairs, limit), report
+
+
+def pair_up(samples: Iterable[Sample]) -> tuple[list[Pair], PairReport]:
+    """Pairs of these samples, edits in order of their first appearance.
+
+    Views are told apart by the tag ``view``; where both samples of a pair have none (MMVP), the first is the original.
+    """
+    report = PairReport()
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        if sample.pair is None:
+            report.single.append(sample.id)
+        else:
+            groups.setdefault(sample.pair, []).append(sample)
+    by_edit: dict[str, list[Pair]] = {}
+    for name, members in groups.items():
+        pair = _pair(name, members, report)
+        if pair is not None:
+            by_edit.setdefault(pair.edit, []).append(pair)
+    return [pair for pairs in by_edit.values() for pair in pairs], report
+
+
+def _pair(name: str, members: Sequence[Sample], report: PairReport) -> Pair | None:
+    if len(members) != 2:
+        report.incomplete.append(name)
+        return None
+    views = [member.tags.get("view") for member in members]
+    if views == ["edited", "original"]:
+        members = members[::-1]
+    elif views not in (["original", "edited"], [None, None]):
+        report.incomplete.append(name)
+        return None
+    original, edited = members
+    if (original.question, original.choices) != (edited.question, edited.choices):
+        report.different.append(name)
+        return None
+    pair = Pair(original.tags.get("edit") or NO_EDIT, original, edited)
+    try:
+        changed = pair.changed
+    except UserError:
+        report.unreadable.append(name)
+        return None
+    tags = {member.tags["changed"] for member in members if "changed" in member.tags}
+    if tags - {"yes" if changed else "no"}:
+        report.contradictions.append(name)
+    return pair
+
+
+def first_of_each(pairs: Sequence[Pair], limit: int | None) -> list[Pair]:
+    """At most ``limit`` pairs of each edit, in order."""
+    if limit is None:
+        return list(pairs)
+    seen: dict[str, int] = {}
+    kept = []
+    for pair in pairs:
+        seen[pair.edit] = seen.get(pair.edit, 0) + 1
+        if seen[pair.edit] <= limit:
+            kept.append(pair)
+    return kept
+
+
+def fingerprint(pairs: Iterable[Pair]) -> str:
+    """SHA-256 over what is asked, in order, and the right answers; the pictures are not read."""
+    digest = hashlib.sha256()
+    for pair in pairs:
+        asked = [pair.id, pair.edit, *(view.id for view in pair.views), pair.original.question, *pair.original.choices]
+        digest.update(json.dumps([*asked, *pair.truths]).encode())
+    return digest.hexdigest()
+
+
+def unrelated(pairs: Sequence[Pair]) -> list[Pair | None]:
+    """For each pair another one, whose picture serves as the unrelated control: the first, from half way round the list
+    on, that shows as many pictures and none of its own (data may edit one scene in several ways). None where there is
+    none."""
+    known = iter(picture_keys([image for pair in pairs for view in pair.views for image in view.images]))
+    keys = [{next(known) for view in pair.views for _ in view.images} for pair in pairs]
+    return [_control(pairs, keys, index) for index in range(len(pairs))]
+
+
+def _control(pairs: Sequence[Pair], keys: Sequence[set[Hashable]], index: int) -> Pair | None:
+    count, shown = len(pairs), len(pairs[index].original.images)
+    for step in range(count):
+        other = (index + max(count // 2, 1) + step) % count
+        if len(pairs[other].original.images) == shown and not keys[other] & keys[index]:
+            return pairs[other]
+    return None

@@ -1,0 +1,1 @@
+"""Evaluation: benchmarks, runner, scoring, comparison."""

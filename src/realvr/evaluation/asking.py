@@ -1,0 +1,170 @@
+"""Putting batches of questions to a responder: images ahead of time, smaller batches when memory runs out."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from realvr.answers.extract import extract_answer, is_correct
+from realvr.backbone.samples import conversation
+from realvr.data.sample import ImageRef, Sample
+from realvr.errors import UserError
+from realvr.evaluation.records import Condition, Prediction
+from realvr.evaluation.responder import Plan, Reply, Request, Responder
+from realvr.imaging.processing import picture_hash
+
+KEPT_IMAGES = 2
+"""Prepared images that are remembered: questions in a row often share theirs."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question with its images ready, or the reason why they are not."""
+
+    sample: Sample
+    images: list[Any]
+    error: str | None = None
+    pictures: tuple[str, ...] = ()
+    """Hashes of the decoded images."""
+
+
+class ImageLoader:
+    """Opens and prepares the images of samples. Used by one thread at a time."""
+
+    def __init__(self, prepare: Callable[[Any], Any] | None, keep: int = KEPT_IMAGES) -> None:
+        self._prepare = prepare
+        self._keep = keep
+        self._ready: OrderedDict[ImageRef, tuple[Any, str]] = OrderedDict()
+
+    def load(self, samples: Iterable[Sample]) -> list[Asked]:
+        """Each sample with its images. An image that cannot be used is an error of its question alone."""
+        found = []
+        for sample in samples:
+            try:
+                ready = [self._image(image) for image in sample.images]
+                found.append(Asked(sample, [one for one, _ in ready], None, tuple(picture for _, picture in ready)))
+            except (UserError, OSError) as error:
+                found.append(Asked(sample, [], str(error) or type(error).__name__))
+        return found
+
+    def _image(self, image: ImageRef) -> tuple[Any, str]:
+        """The image as the responder takes it, and the hash of what it shows."""
+        ready = self._ready.pop(image, None)
+        if ready is None:
+            opened = image.open()
+            ready = (self._prepare(opened) if self._prepare is not None else opened, picture_hash(opened))
+        self._ready[image] = ready
+        while len(self._ready) > self._keep:
+            self._ready.popitem(last=False)
+        return ready
+
+
+def prefetch(batches: Sequence[Sequence[Sample]], loader: ImageLoader) -> Iterator[list[Asked]]:
+    """The batches with their images; those of the next are made by a thread while the model answers."""
+    with ThreadPoolExecutor(1) as thread:
+        waiting: Future[list[Asked]] | None = None
+        for place in range(len(batches)):
+            current = waiting or thread.submit(loader.load, batches[place])
+            loaded = current.result()
+            waiting = thread.submit(loader.load, batches[place + 1]) if place + 1 < len(batches) else None
+            yield loaded
+
+
+def request_seed(seed: int, bench: str, question: str) -> int:
+    """A seed for sampling one question: the same in whatever batch, order or process it is asked."""
+    text = f"{seed}/{bench}/{question}".encode("utf-8", "backslashreplace")
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
+
+
+class Asker:
+    """Asks in batches of at most ``size``, halved when the GPU's memory does not suffice."""
+
+    def __init__(self, responder: Responder, size: int) -> None:
+        self.responder = responder
+        self.size = size
+
+    def ask(self, bench: str, asked: Sequence[Asked], plans: Sequence[Plan], seed: int) -> list[list[Reply]]:
+        """Replies per plan, per question. A question whose images failed gets its error without being asked."""
+        replies: list[list[Reply]] = [
+            [Reply("", finish="error", error=item.error) for item in asked] for _ in range(len(plans))
+        ]
+        ready = [number for number, item in enumerate(asked) if item.error is None]
+        start = 0
+        while start < len(ready):
+            part = ready[start : start + self.size]
+            answered = self._reply(
+                bench, [asked[number] for number in part], [_rows(plan, part) for plan in plans], seed
+            )
+            if answered is None:
+                continue
+            for row, found in zip(replies, answered, strict=True):
+                for number, reply in zip(part, found, strict=True):
+                    row[number] = reply
+            start += len(part)
+        return replies
+
+    def _reply(self, bench: str, asked: Sequence[Asked], plans: Sequence[Plan], seed: int) -> list[list[Reply]] | None:
+        """Replies, or None where the batch was too large and has been halved."""
+        requests = [
+            Request(item.sample, conversation(item.sample, item.images), request_seed(seed, bench, item.sample.id))
+            for item in asked
+        ]
+        try:
+            return self.responder.reply(requests, plans)
+        except torch.cuda.OutOfMemoryError:
+            pass  # handled outside: the traceback would keep the tensors of the failed pass alive
+        if len(asked) == 1:
+            raise UserError(
+                f"{bench}, question {asked[0].sample.id}: the GPU's memory does not suffice for one question; give "
+                "fewer visual tokens per image (--max-tokens), or a smaller --dtype"
+            )
+        torch.cuda.empty_cache()
+        self.size = (len(asked) + 1) // 2
+        print(f"realvr: note: out of GPU memory, going on with batches of {self.size}", file=sys.stderr)
+        return None
+
+
+def _rows(plan: Plan, rows: Sequence[int]) -> Plan:
+    """The plan for some of the requests."""
+    return plan if plan.given is None else replace(plan, given=[plan.given[row] for row in rows])
+
+
+def prediction(
+    bench: str, asked: Asked, condition: Condition, latents: int, seed: int, reply: Reply, policy: str
+) -> Prediction:
+    """The record of one reply, read under ``policy``."""
+    sample = asked.sample
+    extracted = None if reply.error is not None else extract_answer(reply.text, sample.choices, policy)
+    return Prediction(
+        bench=bench,
+        question=sample.id,
+        condition=condition,
+        latents=latents,
+        seed=seed,
+        answer=sample.answer,
+        question_text=sample.question,
+        text=reply.text,
+        extracted=extracted,
+        policy=policy,
+        correct=reply.error is None and is_correct(extracted, sample.answer, sample.choices),
+        choices=list(sample.choices),
+        task=sample.task,
+        category=sample.category,
+        pair=sample.pair,
+        cycle=sample.cycle,
+        tags=dict(sample.tags),
+        prompt=reply.prompt,
+        images=[image.id for image in sample.images],
+        pictures=list(asked.pictures),
+        finish="error" if reply.error is not None else reply.finish,
+        new_tokens=reply.new_tokens,
+        seconds=round(reply.seconds, 4),
+        error=reply.error,
+    )

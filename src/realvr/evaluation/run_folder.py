@@ -1,0 +1,111 @@
+"""``eval.json``: what a directory of predictions was made with. Another evaluation is kept out of it."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from realvr.errors import UserError
+from realvr.evaluation.records import PREDICTIONS
+from realvr.runs.files import differences, read_json, write_json
+
+if TYPE_CHECKING:
+    from realvr.evaluation.responder import Responder
+
+RECORD = "eval.json"
+_COMPARED = ("responder", "benches", "settings")
+_SECTIONS = (*_COMPARED, "expected", "versions", "run", "sets")
+
+
+def claim(directory: Path, record: Mapping[str, Any]) -> bool:
+    """Write the record, or compare it with the one that is there; True where an earlier run is continued.
+
+    A `UserError` names what differs.
+    """
+    path = directory / RECORD
+    if not path.exists():
+        if (directory / PREDICTIONS).exists():
+            raise UserError(f"{directory} holds {PREDICTIONS} without {RECORD}; name another --out")
+        write_json(path, record)
+        return False
+    earlier, now = _fixed(read_record(directory)), _fixed(json.loads(json.dumps(record)))
+    found = [line for part in _COMPARED for line in differences(earlier.get(part, {}), now.get(part, {}), part)]
+    if moved := _renamed(earlier["benches"], now["benches"]):
+        old, new = moved
+        raise UserError(f"{directory} holds an evaluation of {old}, which is called {new} now: name another --out")
+    if found:
+        raise UserError(
+            f"{directory} holds an evaluation made otherwise ({'; '.join(found[:4])}): name another --out, or give the "
+            "same settings to continue it"
+        )
+    if changed := differences(earlier.get("versions", {}), now.get("versions", {}), "versions"):
+        print(f"realvr: note: {directory} was begun elsewhere ({'; '.join(changed)})", file=sys.stderr)
+    _extend(path, json.loads(json.dumps(record)))
+    return True
+
+
+def _extend(path: Path, now: Mapping[str, Any]) -> None:
+    """Add what records of earlier versions lack: the facts about the sets, and conditions that were added since."""
+    earlier = read_json(path)
+    conditions = now.get("settings", {}).get("conditions")
+    if earlier.get("sets") != now.get("sets") or earlier.get("settings", {}).get("conditions") != conditions:
+        settings = earlier.get("settings", {}) | {"conditions": conditions}
+        write_json(path, earlier | {"sets": now.get("sets", {}), "settings": settings})
+
+
+def read_record(directory: str | Path) -> dict[str, Any]:
+    """The record of a directory."""
+    path = Path(directory) / RECORD
+    record = read_json(path)
+    inside = [(name, record[name]) for name in _SECTIONS if name in record]
+    benches = record.get("benches")
+    inside += [(f"benches.{name}", facts) for name, facts in benches.items()] if isinstance(benches, dict) else []
+    for name, value in inside:
+        if not isinstance(value, dict):
+            raise UserError(f"{path}: damaged ({name} is no object); name another --out")
+    return record
+
+
+def _fixed(record: dict[str, Any]) -> dict[str, Any]:
+    """The record without what may change: a model known by its weights, or a dataset, may have been moved; conditions
+    follow from the other settings, and a run that lacks one of today's gets it."""
+    responder = dict(record.get("responder", {}))
+    responder.pop("name", None)
+    if responder.get("weights"):
+        responder.pop("path", None)
+    benches = {
+        name: {key: value for key, value in facts.items() if key != "path"}
+        for name, facts in record.get("benches", {}).items()
+    }
+    settings = {name: value for name, value in record.get("settings", {}).items() if name != "conditions"}
+    return record | {"responder": responder, "benches": benches, "settings": settings}
+
+
+def _renamed(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str] | None:
+    """(old name, new name) of the same questions."""
+    for new, facts in now.items():
+        for old, known in earlier.items():
+            if new not in earlier and old not in now and known.get("sha256") == facts["sha256"]:
+                return old, new
+    return None
+
+
+def versions(responder: Responder) -> dict[str, str]:
+    """What the numbers were made with."""
+    import torch
+
+    from realvr import __version__
+
+    packages = ("torch", "transformers", "tokenizers", "numpy", "pillow")
+    device = getattr(getattr(responder, "backbone", None), "device", torch.device("cpu"))
+    return {
+        "python": platform.python_version(),
+        "realvr": __version__,
+        **{name: metadata.version(name) for name in packages},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    }

@@ -1,0 +1,1 @@
+"""Opening images, processors to patches, grids, one identity per picture."""

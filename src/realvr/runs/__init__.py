@@ -1,0 +1,1 @@
+"""A run's folder: locks, atomic files, resumable records, progress. No torch."""

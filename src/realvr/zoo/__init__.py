@@ -1,0 +1,1 @@
+"""Presets of the paper's backbones, tiny and mini builders."""
