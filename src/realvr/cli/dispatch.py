@@ -91,6 +91,7 @@ def _run(name: str, args: list[str]) -> int:
         if flag in ("--out=", "--run.out=") or (flag in ("--out", "--run.out") and not value.strip()):
             # A shell variable that is not set: as a path it would be the folder one happens to be in.
             raise UserError(f"{flag.rstrip('=')} is empty: name a folder (. is the one you are in)")
+    args = _plugins(args)
     command = COMMANDS[name]
     function = getattr(importlib.import_module(command.module), command.function)
     if command.raw:
@@ -101,6 +102,25 @@ def _run(name: str, args: list[str]) -> int:
     text = (inspect.getdoc(function) or command.summary).split("\nArgs:")[0].strip()
     code = tyro.cli(function, prog=f"realvr {name}", description=text, args=args)
     return int(code or 0)
+
+
+def _plugins(args: list[str]) -> list[str]:
+    """Load what ``--plugin FILE.py`` names, for every verb; the other arguments."""
+    files, kept, rest = [], [], iter(args)
+    for arg in rest:
+        flag, equals, value = arg.partition("=")
+        if flag != "--plugin":
+            kept.append(arg)
+            continue
+        file = value if equals else next(rest, "")
+        if not file.strip():
+            raise UserError("--plugin needs a Python file with a method, a benchmark or a diagnostic")
+        files.append(file)
+    if files:
+        from realvr.registry import use_plugins
+
+        use_plugins(files)
+    return kept
 
 
 def _help(names: Sequence[str] | None = None) -> str:
