@@ -9,7 +9,6 @@ from realvr.cli.score import predictions_of
 from realvr.evaluation.comparison import compare
 from realvr.evaluation.effects import TITLES, effects
 from realvr.evaluation.summary_files import other_policies, summary_path
-from realvr.report.charts import Bar, forest
 from realvr.report.results import Arm, Result, Results
 from realvr.report.scores import (
     EVAL,
@@ -22,7 +21,7 @@ from realvr.report.scores import (
     score_cell,
     title,
 )
-from realvr.report.widgets import (
+from realvr.widgets import (
     DASH,
     FEW_PAIRS,
     FEW_QUESTIONS,
@@ -37,6 +36,7 @@ from realvr.report.widgets import (
     number,
     share,
 )
+from realvr.widgets.charts import Bar, forest
 
 FLIP = "two-turn/keep"
 

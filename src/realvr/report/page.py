@@ -22,7 +22,7 @@ from realvr.report.provenance import provenance
 from realvr.report.results import Arm, Results
 from realvr.report.scores import ablation, benchmarks, sweep
 from realvr.report.training import training
-from realvr.report.widgets import Fold, Section, Switch, Table
+from realvr.widgets import Fold, Section, Switch, Table
 
 
 def build(

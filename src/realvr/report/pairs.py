@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from realvr.diagnostics.counterfactual_summary import DISTANCES, RATES
-from realvr.report.charts import Bar, Line, Point, forest, lines
 from realvr.report.results import Arm, Json, Results
-from realvr.report.widgets import (
+from realvr.widgets import (
     DASH,
     Cell,
     Figures,
@@ -22,6 +21,7 @@ from realvr.report.widgets import (
     number,
     share,
 )
+from realvr.widgets.charts import Bar, Line, Point, forest, lines
 
 COUNTERFACTUAL = "realvr counterfactual MODEL PAIRS --out DIR"
 EXCHANGE = "realvr exchange MODEL PAIRS --out DIR"

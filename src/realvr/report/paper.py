@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from realvr.evaluation.published import COLUMNS, Row, published
 from realvr.evaluation.tables import NAMES
-from realvr.report.widgets import DASH, Cell, Fold, Section, Table, Text, number, with_std
+from realvr.widgets import DASH, Cell, Fold, Section, Table, Text, number, with_std
 
 MARK = "published, not measured here"
 _FIVE = ("mmvp", "blink", "hrbench-4k", "hrbench-8k", "mme-realworld", "average")

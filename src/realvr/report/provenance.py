@@ -11,7 +11,7 @@ import yaml
 
 from realvr.report.results import Json, Result, Results
 from realvr.report.training import stage
-from realvr.report.widgets import Fold, Section, Table, Text
+from realvr.widgets import Fold, Section, Table, Text
 
 
 def provenance(results: Results) -> Section:

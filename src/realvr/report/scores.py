@@ -10,9 +10,8 @@ from realvr.evaluation.effects import TITLES, effects
 from realvr.evaluation.rules import five_title, in_order
 from realvr.evaluation.scoring import ABLATIONS
 from realvr.evaluation.tables import title
-from realvr.report.charts import Bar, Line, Point, forest, lines
 from realvr.report.results import Arm, Json, Result, Results
-from realvr.report.widgets import (
+from realvr.widgets import (
     DASH,
     FEW_QUESTIONS,
     Cell,
@@ -27,6 +26,7 @@ from realvr.report.widgets import (
     missing,
     number,
 )
+from realvr.widgets.charts import Bar, Line, Point, forest, lines
 
 EVAL = "realvr eval MODEL --bench mmvp=PATH --bench blink=PATH … --out DIR"
 SWEEP = "realvr eval MODEL --bench mmvp=PATH … --latents 0,2,4,8,12,16,20 --out DIR"

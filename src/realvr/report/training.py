@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from realvr.report.charts import Line, Point, lines
 from realvr.report.results import Arm, Json, Results
 from realvr.report.scores import last_tenth
-from realvr.report.widgets import Cell, Figures, Fold, Key, Section, Table, Text, missing, number
+from realvr.widgets import Cell, Figures, Fold, Key, Section, Table, Text, missing, number
+from realvr.widgets.charts import Line, Point, lines
 
 MOST_POINTS = 100
 COMMAND = "realvr train rl CONFIG --run.out DIR"

@@ -1,4 +1,7 @@
-"""Pieces of the page: cells, tables, figures, notes, switches. Numbers become text here, intervals beside them."""
+"""Pieces of a page: cells, tables, figures, notes, switches; `charts` draws the figures.
+
+Numbers become text here, intervals beside them. Diagnostics and the report build their sections of these; nothing else
+of realvr is imported."""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any, Literal
 
 from markupsafe import Markup
 
-from realvr.report.charts import swatch
+from realvr.widgets.charts import swatch
 
 DASH = "–"
 FEW_QUESTIONS = 100
