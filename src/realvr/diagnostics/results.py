@@ -1,0 +1,140 @@
+"""The shapes of ``counterfactual.json``, ``exchange.json`` and ``grounding.json``: what the summaries write and what
+the report and the demo read. No torch."""
+
+from __future__ import annotations
+
+from typing import Any, NotRequired
+
+from typing_extensions import TypedDict
+
+from realvr.runs.records import OPEN, ResultFile, Text
+
+
+class Rate(TypedDict):
+    """A share with its interval; None without a denominator. ``edits`` instead of counts: a mean over edits."""
+
+    count: NotRequired[int]
+    of: NotRequired[int]
+    edits: NotRequired[int]
+    rate: float | None
+    low: float | None
+    high: float | None
+
+
+class Mean(TypedDict):
+    """Mean of one value per pair (or question) with its bootstrap interval."""
+
+    mean: float | None
+    low: float | None
+    high: float | None
+    pairs: int
+
+
+class Controls(TypedDict):
+    """Pairs that lack the unrelated control, by reason."""
+
+    pairs: int
+    without: int
+    reasons: dict[Text, dict[Text, Any]]
+
+
+class Rates(TypedDict):
+    original_accuracy: Rate
+    edited_accuracy: Rate
+    prediction_change: Rate
+    strict_correct_flip: Rate
+    false_flip: Rate
+    parse_coverage: Rate
+    should_flip: Rate
+    model_flip: Rate
+    correct_flip_of_all: Rate
+    correct_flip_of_changed: Rate
+
+
+class EditRates(Rates):
+    pairs: int
+    changed: int
+    unchanged: int
+    errors: int
+
+
+class Protocol(TypedDict):
+    """Rates by edit, their mean over edits, and over all pairs."""
+
+    edits: dict[Text, EditRates]
+    macro: Rates
+    all: EditRates
+
+
+class Distances(TypedDict):
+    latent: Mean
+    latent_unrelated: Mean
+    final: Mean
+    final_unrelated: Mean
+
+
+class Settings(TypedDict):
+    """What decides the records of a run over pairs or questions."""
+
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+    model: NotRequired[dict[Text, Any]]
+    data: NotRequired[Text]
+
+
+class Counterfactual(TypedDict):
+    protocols: dict[Text, Protocol]
+    distances: NotRequired[dict[Text, Distances] | None]
+    controls: NotRequired[Controls]
+    settings: NotRequired[Settings]
+
+
+class ExchangeRow(TypedDict):
+    condition: Text
+    selector: Text
+    k: int
+    answers: int
+    donor_frequency: Rate
+    recipient_frequency: Rate
+    parse_coverage: Rate
+    donor_lift: Mean
+    margin_shift: Mean
+
+
+class Between(TypedDict):
+    k: int
+    donor_lift: Mean
+    margin_shift: Mean
+
+
+class Sham(TypedDict):
+    equal_replies: Rate
+    largest_margin_difference: float | None
+
+
+class ExchangeNumbers(TypedDict):
+    rows: list[ExchangeRow]
+    contrast_minus_random: list[Between]
+    sham: Sham
+
+
+class Exchange(ExchangeNumbers):
+    edits: dict[Text, ExchangeNumbers]
+    errors: int
+    controls: NotRequired[Controls]
+    settings: NotRequired[Settings]
+
+
+class Grounding(TypedDict):
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+    questions: int
+    latents: int
+    negatives: int
+    margin: Mean
+    cos_positive: Mean
+    oracle_margin: Mean
+
+
+_AGAIN = "run {} again, it keeps its answers"
+COUNTERFACTUAL_FILE = ResultFile(Counterfactual, "realvr counterfactual", _AGAIN.format("realvr counterfactual"))
+EXCHANGE_FILE = ResultFile(Exchange, "realvr exchange", _AGAIN.format("realvr exchange"))
+GROUNDING_FILE = ResultFile(Grounding, "realvr demo", "remove the folder and run realvr demo again")

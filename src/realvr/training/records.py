@@ -1,0 +1,207 @@
+"""What a training run leaves for readers, as one typed record: ``method.json``, ``metrics.jsonl``, ``settings.yaml``.
+
+``method.json`` names the stage, the method and the titles of the metrics that the method reports, so that curves of a
+method from outside the package are shown like those of the package's own. Runs of earlier versions have no such file;
+their stage is known by the names of their metrics. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NotRequired
+
+import yaml
+from typing_extensions import TypedDict
+
+from realvr.errors import UserError
+from realvr.runs.records import ResultFile, Text
+
+METHOD, METRICS, SETTINGS = "method.json", "metrics.jsonl", "settings.yaml"
+AGAIN = "train the model again"
+
+
+class Metric(TypedDict):
+    """How a metric of ``metrics.jsonl`` is shown."""
+
+    name: Text
+    title: Text
+    first: NotRequired[bool]
+    """Its curve is shown at once, not behind a fold."""
+    last: NotRequired[bool]
+    """Its end stands in the closing table."""
+
+
+class About(TypedDict):
+    """The content of ``method.json``."""
+
+    version: int
+    stage: Text
+    """Name of the command: base, sft, rl."""
+    title: Text
+    """Heading; runs of one heading are drawn over each other, because their losses can be compared."""
+    method: Text
+    metrics: list[Metric]
+    """In the order in which they are shown."""
+
+
+METHOD_FILE = ResultFile(About, "realvr train", "remove it, the curves are then shown without their titles", 1)
+Step = dict[str, float | None]
+"""One line of ``metrics.jsonl``: ``step`` counts from 1; what was not finite is None."""
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A training run, as its folder tells it."""
+
+    folder: Path
+    steps: list[Step]
+    settings: dict[str, Any]
+    """settings.yaml; empty where there is none."""
+    about: About
+
+    @property
+    def planned(self) -> int | None:
+        """Number of steps it was to make."""
+        optim = self.settings.get("optim")
+        found = optim.get("steps") if isinstance(optim, dict) else None
+        return found if type(found) is int else None
+
+    @property
+    def done(self) -> int:
+        """Number of the last step."""
+        return number_of(self.steps[-1])
+
+
+def load_run(folder: Path) -> TrainingRun:
+    """The run in a folder with ``metrics.jsonl``; without a whole step it has no ``steps``."""
+    steps, settings = read_steps(folder / METRICS), _settings(folder / SETTINGS)
+    path = folder / METHOD
+    about = METHOD_FILE.load(path) if path.is_file() else _earlier(steps, settings)
+    return TrainingRun(folder, steps, settings, about)
+
+
+def number_of(step: Step) -> int:
+    return int(step["step"] or 0)
+
+
+def read_steps(path: Path) -> list[Step]:
+    """Lines of ``metrics.jsonl``, in order. A last line that a kill cut short is left out."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
+    return [_step(line, path, number) for number, line in enumerate(lines[:-1], 1)]
+
+
+def _step(line: bytes, path: Path, number: int) -> Step:
+    try:
+        step = json.loads(line)
+        if type(step["step"]) is not int:
+            raise ValueError(f"step is {step['step']!r}")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UserError(f"{path}, line {number}: not the metrics of a step ({error}); delete the line") from None
+    odd = [name for name, value in step.items() if value is not None and type(value) not in (int, float)]
+    if odd:
+        raise UserError(
+            f"{path}: not what realvr writes (line {number}: {odd[0]} is {str(step[odd[0]])[:60]!r}); {AGAIN}"
+        )
+    return step  # type: ignore[no-any-return]
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{path}: damaged ({' '.join(str(error).split())})") from None
+    return content if isinstance(content, dict) else {}
+
+
+# ---------------------------------------------------------------------- titles of the package's own metrics
+
+
+def metrics(titles: dict[str, str], first: Sequence[str], last: Sequence[str]) -> list[Metric]:
+    """Metrics in the order of ``titles``."""
+    return [
+        {"name": name, "title": text, "first": name in first, "last": name in last} for name, text in titles.items()
+    ]
+
+
+BASE_METRICS = metrics(
+    {
+        "loss": "Loss",
+        "loss/next_token": "Next-token loss",
+        "loss/caption": "Caption loss",
+        "loss/dense": "Dense loss",
+        "grad_norm": "Gradient norm",
+    },
+    first=("loss",),
+    last=("loss", "loss/next_token", "loss/caption", "loss/dense"),
+)
+STAGE1_METRICS = metrics(
+    {
+        "loss": "Loss",
+        "loss/next_token": "Next-token loss",
+        "loss/reconstruction": "Reconstruction loss",
+        "latents/cos_target": "Cosine of states to their targets",
+        "latents/cos_first": "Cosine of the first latent to its target",
+        "grad_norm": "Gradient norm",
+    },
+    first=("loss", "loss/next_token", "loss/reconstruction", "latents/cos_target"),
+    last=("loss", "loss/next_token", "loss/reconstruction", "latents/cos_target", "latents/cos_first"),
+)
+STAGE2_METRICS = metrics(
+    {
+        "reward": "Reward",
+        "evidence/margin": "Evidence margin g",
+        "evidence/cos_positive": "Cosine to p⁺",
+        "evidence/cos_hardest_negative": "Cosine to the hardest negative",
+        "evidence/active_hinge": "Slots with an active hinge",
+        "loss": "Loss",
+        "reward/accuracy": "Accuracy reward",
+        "reward/format": "Format reward",
+        "evidence/credit_mass": "Credit mass Σγ",
+        "loss/policy": "Policy loss",
+        "loss/evidence": "Evidence loss",
+        "groups/without_variance": "Groups without variance",
+        "policy/entropy": "Entropy, nats",
+        "policy/kl": "KL from the starting policy",
+        "completions/tokens": "Tokens per completion",
+        "latents/adjacent_cosine": "Cosine of adjacent latents",
+        "grad_norm": "Gradient norm",
+    },
+    first=(
+        "reward",
+        "evidence/margin",
+        "evidence/cos_positive",
+        "evidence/cos_hardest_negative",
+        "evidence/active_hinge",
+        "loss",
+    ),
+    last=("reward", "evidence/margin", "evidence/cos_positive", "evidence/active_hinge", "loss"),
+)
+STAGES: dict[str, tuple[str, list[Metric]]] = {
+    "base": ("Base model", BASE_METRICS),
+    "sft": ("Stage 1: reconstruction", STAGE1_METRICS),
+    "rl": ("Stage 2: reinforcement learning", STAGE2_METRICS),
+}
+"""Command -> heading and metrics of its own methods, in the order in which stages are shown."""
+
+
+def about(stage: str, method: str, shown: Sequence[Metric] | None = None) -> About:
+    """``method.json`` of a run; ``shown`` are the method's own metrics, by default those of the stage."""
+    title, usual = STAGES[stage]
+    return {"version": 1, "stage": stage, "title": title, "method": method, "metrics": list(shown or usual)}
+
+
+def _earlier(steps: Sequence[Step], settings: dict[str, Any]) -> About:
+    """What a run without ``method.json`` was."""
+    names = {name for step in steps for name in step}
+    stage = "rl" if "reward" in names else "sft" if "loss/reconstruction" in names else "base"
+    return about(stage, str(settings.get("method", "")))
