@@ -22,7 +22,7 @@ from realvr.errors import UserError
 from realvr.training.engine import Engine
 from realvr.training.loop import train
 from realvr.training.settings import TrainSettings
-from realvr.training.task import Metrics, Prepared
+from realvr.training.task import Collected, Metrics
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Module(nn.Module):
 class RegressionTask:
     """Examples made from their number; each rank takes every world-th of a step's."""
 
-    terms = ("fit", "size")
+    term_names = ("fit", "size")
 
     def __init__(self, options: Options, engine: Engine) -> None:
         self.options, self.engine = options, engine
@@ -91,7 +91,7 @@ class RegressionTask:
         self.position = 0
         self.bank = torch.zeros(0, dtype=torch.float64)
 
-    def prepare(self, step: int) -> Prepared:
+    def collect(self, step: int) -> Collected:
         options, engine = self.options, self.engine
         time.sleep(options.slow)
         if options.kill == "prepare" and step == options.kill_step:
@@ -120,7 +120,10 @@ class RegressionTask:
         ]
         rows = [{"id": f"row-{own[0]}", "completion": "[bold] not markup", "reward": float(y[0])}]
         metrics = {"reward": (y.sum(), torch.tensor(float(len(own))))}
-        return Prepared(batches, metrics, rows)
+        return Collected(batches, metrics, rows)
+
+    def after_update(self) -> None:
+        pass
 
     def state_dict(self) -> dict[str, Any]:
         if self.options.kill == "save" and self.module.step + 1 == self.options.kill_step:

@@ -180,7 +180,7 @@ class Bench:
         """What the training code makes of them."""
         state = self.states[step] | {"rollouts": self.rollouts(step, task), "after": self.states[step + 1]}
         task.load_state_dict(state)
-        micro = task.prepare(1).microbatches
+        micro = task.collect(1).microbatches
         assert [name for part in micro for name in part.names] == self.names[step]
         return micro
 
@@ -205,7 +205,7 @@ def bench(
     scout = found.task("realvr", tmp_path_factory.mktemp("scout"), updates_per_rollout=1)
     found.states.append(scout.state_dict())
     for step in range(len(ROWS) // BATCH):
-        found.names.append([name for micro in scout.prepare(step).microbatches for name in micro.names])
+        found.names.append([name for micro in scout.collect(step).microbatches for name in micro.names])
         found.states.append(scout.state_dict())
     assert sorted(name for names in found.names for name in names) == sorted(DATA)
     return found
@@ -279,7 +279,7 @@ def test_replies_that_were_really_sampled(trained: Path, data: Path, tmp_path: P
     rows = {row["id"]: row for row in map(json.loads, data.read_text().splitlines())}
     raw = stage_runs.configure("rl", trained, data, tmp_path, group=6, max_new=24, updates_per_rollout=2)
     task, _, _ = stage_runs.make("rl", raw)
-    micro = task.prepare(0).microbatches
+    micro = task.collect(0).microbatches
     saved = [group for rolled in task.state_dict()["rollouts"] for group in rolled["completions"]]
     texts = [[one["text"] for one in group] for group in saved]
     shown = [rows[name] for part in micro for name in part.names]

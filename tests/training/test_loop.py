@@ -207,8 +207,8 @@ def test_dry_run_trains_and_writes_nothing(tmp_path: Path, capsys: pytest.Captur
 
 def test_no_microbatch_is_an_error_not_a_hang(tmp_path: Path) -> None:
     class Empty(RegressionTask):
-        def prepare(self, step: int) -> Any:
-            prepared = super().prepare(step)
+        def collect(self, step: int) -> Any:
+            prepared = super().collect(step)
             prepared.microbatches = []
             return prepared
 

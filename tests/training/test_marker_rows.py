@@ -60,7 +60,7 @@ def test_gradients_are_those_of_the_full_tables(start: tuple[Path, bool], data: 
     model, tied = start
     full, *_ = make("sft", configure("sft", model, data, tmp_path / "a", model=DOUBLE))
     ours, settings, engine = make("sft", configure("sft", model, data, tmp_path / "b", model=DOUBLE, lora=LORA))
-    (first, *_), (second, *_) = full.prepare(0).microbatches, ours.prepare(0).microbatches
+    (first, *_), (second, *_) = full.collect(0).microbatches, ours.collect(0).microbatches
     wanted, found = full.module(first)[0], ours.module(second)[0]
     assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=1e-12)
     wanted.backward(), found.backward()
@@ -82,7 +82,7 @@ def test_a_gradient_agrees_with_finite_differences(start: tuple[Path, bool], dat
     model, tied = start
     task, *_ = make("sft", configure("sft", model, data, tmp_path, model=DOUBLE, lora=LORA))
     reference.widen_norms(task.backbone.model)
-    (micro, *_) = task.prepare(0).microbatches
+    (micro, *_) = task.collect(0).microbatches
     task.module(micro)[0].backward()
     embedding, head = tables(task)
     for table in (embedding,) if tied else (embedding, head):
@@ -104,7 +104,7 @@ def test_every_kind_of_embedding(family: str, build_tiny: Callable[[str], Path],
     model = build_tiny(family)
     full, *_ = make("sft", configure("sft", model, data, tmp_path / "a"))
     ours, *_ = make("sft", configure("sft", model, data, tmp_path / "b", lora=LORA))
-    (first, *_), (second, *_) = full.prepare(0).microbatches, ours.prepare(0).microbatches
+    (first, *_), (second, *_) = full.collect(0).microbatches, ours.collect(0).microbatches
     for task, micro in ((full, first), (ours, second)):
         task.module(micro)[0].backward()
     wanted = tables(full)[0].weight.grad[ids_of(full)]

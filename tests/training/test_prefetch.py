@@ -58,18 +58,18 @@ def test_a_run_with_workers_resumes_where_the_loop_was_not_where_they_were(
     """At step 2 the workers have drawn the data of later steps; a resumed run must draw them again."""
     whole = run("base", settings(model, data, tmp_path / "a"))
     task, found, engine = make("base", settings(model, data, tmp_path / "b", data={"workers": 2}))
-    task.prepare(0)
-    task.prepare(1)
+    task.collect(0)
+    task.collect(1)
     state = task.state_dict()
     again, _, _ = make("base", settings(model, data, tmp_path / "c", data={"workers": 2}))
     again.load_state_dict(state)
-    names = [name for batch in again.prepare(2).microbatches for name in batch.names]
+    names = [name for batch in again.collect(2).microbatches for name in batch.names]
     task.close()
     again.close()
     other, _, _ = make("base", settings(model, data, tmp_path / "d"))
     for step in range(2):
-        other.prepare(step)
-    assert names == [name for batch in other.prepare(2).microbatches for name in batch.names]
+        other.collect(step)
+    assert names == [name for batch in other.collect(2).microbatches for name in batch.names]
     assert len(whole) == 4 and found.data.workers == 2 and engine.world == 1
 
 
@@ -86,10 +86,10 @@ def test_keeping_encoded_examples_changes_no_number(kind: str, model: Path, data
 def test_a_kept_example_is_not_encoded_again(model: Path, data: Path, tmp_path: Path) -> None:
     task, _, _ = make("base", settings(model, data, tmp_path, data={"keep_encoded": True}))
     for step in range(2):
-        task.prepare(step)
+        task.collect(step)
     first = dict(task.kept)
     for step in range(2, 4):
-        task.prepare(step)
+        task.collect(step)
     assert len(first) == 12 and all(task.kept[name] is rows for name, rows in first.items())
 
 
@@ -98,9 +98,9 @@ def test_everything_is_encoded_at_the_start_by_the_workers(model: Path, data: Pa
     task, _, _ = make("base", settings(model, data, tmp_path, data={"keep_encoded": True, "workers": 2}))
     task._encode_anew = lambda sample: (_ for _ in ()).throw(ZeroDivisionError(sample.id))
     with pytest.raises(RuntimeError, match="(?s)a process that encodes examples failed.*ZeroDivisionError: "):
-        task.prepare(0)
+        task.collect(0)
     task, _, _ = make("base", settings(model, data, tmp_path, data={"keep_encoded": True, "workers": 2}))
-    task.prepare(0)
+    task.collect(0)
     task.close()
     assert len(task.kept) == 12
 
@@ -115,7 +115,7 @@ def test_other_stages_keep_everything_from_the_start_too(kind: str, model: Path,
     for name in ("_sequence", "_prompt"):
         plain = getattr(task.encoder, name)
         setattr(task.encoder, name, lambda sample, plain=plain: (here.append(sample.id), plain(sample))[1])
-    task.prepare(0)
+    task.collect(0)
     assert task.encoder.kept == 12 and here == []  # the processes that encoded had a list of their own
 
 
@@ -206,7 +206,7 @@ def test_a_step_of_unusable_examples_stops_with_their_reason(model: Path, data: 
 
 def test_stacked_images_come_back_equal(model: Path, data: Path, tmp_path: Path) -> None:
     task, _, _ = make("base", settings(model, data, tmp_path))
-    (first, *_) = task.prepare(0).microbatches
+    (first, *_) = task.collect(0).microbatches
     before = first.rows.images
     first.rows.stack_images()
     assert first.rows.images == () and first.rows.stacked is not None
@@ -220,7 +220,7 @@ def test_the_norm_of_visual_tokens_is_held_at_one(model: Path, data: Path, tmp_p
     raw = settings(model, data, tmp_path, feature_norm_weight=1.0, next_token_weight=0, caption_weight=0)
     raw["dense_weight"], raw["optim"] = 0, raw["optim"] | {"steps": 8, "lr": 3e-3}
     task, found, engine = make("base", raw)
-    batches = task.prepare(0).microbatches
+    batches = task.collect(0).microbatches
     pixels = [task.backbone.encode_images(batch.rows.images).features_ND.double() for batch in batches]
     errors = torch.cat([(x.pow(2).mean(-1).sqrt() - 1) ** 2 for x in pixels])
     loss = sum(task.module(batch)[0] for batch in batches)

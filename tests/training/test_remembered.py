@@ -205,7 +205,7 @@ def test_k_of_stage_two_is_that_of_stage_one(untrained: Path, data: Path, tmp_pa
     del raw["model"]["latents"]
     task, settings, _ = make("rl", raw)
     assert settings.model.latents == LATENTS
-    assert task.prepare(0).microbatches[0].latents_BKD.shape[1] == LATENTS
+    assert task.collect(0).microbatches[0].latents_BKD.shape[1] == LATENTS
 
 
 def test_a_file_with_another_k_is_refused_and_a_flag_overrides_it(

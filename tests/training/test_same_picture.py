@@ -99,7 +99,7 @@ def test_identities_are_computed_once_per_run(
     raw = stage_runs.configure("rl", untrained, data, tmp_path, data={"keep_encoded": False})
     task, _, _ = stage_runs.make("rl", raw)
     for step in range(3):
-        task.prepare(step)
+        task.collect(step)
     assert len(counted) == len({ref.id for sample in task.samples.sources[0] for ref in sample.images}) == 4
 
 

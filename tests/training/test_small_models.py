@@ -34,7 +34,7 @@ def test_an_answer_is_taught_in_words_before_its_letter(
 ) -> None:
     raw = configure("sft", model, data, tmp_path, optim={"batch": 3, "microbatch": 3}, spell_out=spell_out)
     task, _, _ = make("sft", raw)
-    (batch,) = task.prepare(0).microbatches
+    (batch,) = task.collect(0).microbatches
     known = {sample.id: sample for sample in world(12)}
     assert {bool(known[name].choices) for name in batch.names} == {True, False}
     rows, columns = batch.predict_M2[:, 0], batch.predict_M2[:, 1] + 1
@@ -57,7 +57,7 @@ def test_the_first_latent_is_logged_apart(model: Path, data: Path, tmp_path: Pat
     """Against the state after the opening marker, example by example, with nothing of the evidence read yet."""
     task, _, _ = make("sft", configure("sft", model, data, tmp_path, optim={"batch": 3, "microbatch": 3}))
     backbone = task.backbone
-    (batch,) = task.prepare(0).microbatches
+    (batch,) = task.collect(0).microbatches
     _, metrics = task.module(batch)
     known = {sample.id: sample for sample in world(12)}
     found = []
@@ -94,7 +94,7 @@ def test_an_answer_is_read_out_as_it_was_taught(
     task, _, _ = make("rl", raw)
     plain = rl.rollout
     monkeypatch.setattr(rl, "rollout", lambda *args, **options: _answering_d(plain(*args, **options)))
-    (batch,) = task.prepare(0).microbatches
+    (batch,) = task.collect(0).microbatches
     known = {sample.id: sample for sample in world(12)}
     seen = set()
     for row, name in enumerate(batch.names):

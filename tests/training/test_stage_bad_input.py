@@ -40,7 +40,7 @@ def test_one_image_per_batch_takes_negatives_from_the_bank(trained: Path, data: 
     optim = {"steps": 4, "batch": 1, "microbatch": 1}
     raw = configure("rl", trained, data, tmp_path, rewards={f"{REWARDS}:never": 1.0}, optim=optim)
     task, _, _ = make("rl", raw | {"run": {"out": str(tmp_path / "other")}})
-    loss, metrics = task.module(task.prepare(0).microbatches[0])
+    loss, metrics = task.module(task.collect(0).microbatches[0])
     assert loss.item() == 0 and loss.requires_grad and float(metrics["evidence/undefined"][0]) == 1
     loss.backward()
     found = run("rl", raw)
@@ -73,7 +73,7 @@ def test_rows_without_boxes(trained: Path, tmp_path: Path) -> None:
     assert record["data/with_targets"] == 0 and record["loss/reconstruction"] is None
     assert record["loss"] == pytest.approx(record["loss/next_token"]) and record["grad_norm"] > 0
     task, _, _ = make("rl", configure("rl", trained, data, tmp_path / "rl"))
-    micro = task.prepare(0).microbatches[0]
+    micro = task.collect(0).microbatches[0]
     first = micro.visual.per_image()[0]
     assert torch.allclose(micro.positive_BD[0], first.mean(0), atol=1e-5)  # the whole image stands in
     loss, _ = task.module(micro)

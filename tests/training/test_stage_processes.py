@@ -100,7 +100,7 @@ def test_two_ranks_add_up_to_the_loss_of_all_their_rows(
     shares: list[Any] = []
     for _ in range(2):  # the first time, what each rank says is only collected
         engine.seed(settings.run.seed)
-        shares = [module.build_task(settings, Rank(rank, said)).prepare(0).microbatches for rank in range(2)]
+        shares = [module.build_task(settings, Rank(rank, said)).collect(0).microbatches for rank in range(2)]
     names = [{name for batch in share for name in batch.names} for share in shares]
     assert names[0] and names[1] and not names[0] & names[1]
     every = shares[0] + shares[1]

@@ -61,7 +61,7 @@ def held_out_margin(model: Path, data: Path, out: Path) -> float:
     raw = configure("rl", model, data, out, rewards=reward("never"), optim={"batch": 16, "microbatch": 16}, group=2)
     task, _, _ = make("rl", raw | {"max_new": 2, "negatives": 15})
     with torch.no_grad():
-        _, metrics = task.module(task.prepare(0).microbatches[0], term="evidence")
+        _, metrics = task.module(task.collect(0).microbatches[0], term="evidence")
     total, count = metrics["evidence/margin"]
     return float(total / count)
 
@@ -177,7 +177,7 @@ def test_the_reference_policy_is_the_start(rank: int, trained: Path, data: Path,
     assert loop.train(task, settings, engine) == 0
     kl = column(lines(tmp_path), "policy/kl")
     assert kl[0] == pytest.approx(0, abs=1e-9) and kl[-1] > 1e-6
-    micro = task.prepare(3).microbatches[0]
+    micro = task.collect(3).microbatches[0]
     start = Backbone.load(trained, dtype="float64", latents=LATENTS)
     with torch.no_grad():
         state, _ = prefill(start, micro.batch, micro.visual)
@@ -192,7 +192,7 @@ def test_adapter_dropout_is_off_in_rollouts_and_on_in_the_loss(trained: Path, da
     raw = configure("rl", trained, data, tmp_path, lora={"rank": 4, "dropout": 0.5}, model=DOUBLE, max_new=12)
     task, settings, engine = make("rl", raw | {"optim": raw["optim"] | {"steps": 2, "lr": 5e-2}})
     assert loop.train(task, settings, engine) == 0
-    micro = task.prepare(2).microbatches[0]
+    micro = task.collect(2).microbatches[0]
     with torch.no_grad():
         noisy = task.module(micro)[1]["policy/ratio"]
         task.module.eval()
@@ -261,8 +261,8 @@ def test_direct_has_no_span_and_needs_no_markers(plain: Path, data: Path, tmp_pa
     raw = configure("rl", plain, data, tmp_path, method="direct")
     del raw["model"]["latents"]
     task, _, _ = make("rl", raw)
-    micro = task.prepare(0).microbatches[0]
-    assert micro.latents_BKD.shape[1] == 0 and task.terms == ("policy",)
+    micro = task.collect(0).microbatches[0]
+    assert micro.latents_BKD.shape[1] == 0 and task.term_names == ("policy",)
     markers = task.backbone.markers
     assert not torch.isin(micro.batch.ids_BT, torch.tensor([markers.start, markers.slot, markers.end])).any()
 
@@ -284,7 +284,7 @@ def test_one_step_of_every_family(kind: str, family: str, checkpoint: Path, data
     )  # fmt: skip
     task, settings, engine = make(kind, raw)
     engine.prepare(task.module, settings.optim)
-    (micro,) = task.prepare(0).microbatches
+    (micro,) = task.collect(0).microbatches
     loss, metrics = engine.forward(micro)
     engine.backward(loss)
     assert math.isfinite(loss.item()) and all(math.isfinite(float(value)) for value, _ in metrics.values())
@@ -302,7 +302,7 @@ def test_one_step_of_every_family(kind: str, family: str, checkpoint: Path, data
 def test_stage_one_without_latents_is_cross_entropy_only(plain: Path, data: Path, tmp_path: Path) -> None:
     """Direct-SFT: the same rows as Stage 1, no span, no reconstruction."""
     task, _, _ = make("sft", configure("sft", plain, data, tmp_path, model={"latents": 0}))
-    (micro, *_) = task.prepare(0).microbatches
+    (micro, *_) = task.collect(0).microbatches
     assert not bool(micro.slot_RT.any())
     markers = task.backbone.markers
     assert not bool(torch.isin(micro.ids_RT, torch.tensor([markers.start, markers.slot, markers.end])).any())

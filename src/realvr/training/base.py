@@ -33,7 +33,7 @@ from realvr.training.prefetch import parallel_map, prefetch
 from realvr.training.sft import load_backbone
 from realvr.training.sft_step import SftBatch, SftExample, pack_rows
 from realvr.training.sources import TrainingData, training_data
-from realvr.training.task import Metrics, Prepared, Ranks
+from realvr.training.task import Collected, Metrics, Ranks
 
 CAPTION_REQUEST = "Describe the image."
 ATTRIBUTES = ("color", "shape")
@@ -140,7 +140,7 @@ class BaseTask:
     """One optimizer step is ``optim.batch`` samples over all ranks; each gives a question row and, where it has one, a
     caption row."""
 
-    terms = ("next_token", "caption", "dense", "feature_norm")
+    term_names = ("next_token", "caption", "dense", "feature_norm")
 
     def __init__(self, backbone: Backbone, settings: Any, ranks: Ranks, data: TrainingData) -> None:
         self.backbone, self.settings, self.ranks, self.data = backbone, settings, ranks, data
@@ -156,7 +156,7 @@ class BaseTask:
         self._position: dict[str, Any] | None = None
         self._prefetched: Generator[Any] | None = None
 
-    def prepare(self, step: int) -> Prepared:
+    def collect(self, step: int) -> Collected:
         micro, drawn = next(self._steps(step))
         self.draws.add(drawn)
         for batch in micro:
@@ -175,7 +175,7 @@ class BaseTask:
             batch.totals = totals
             batch.to(self.backbone.device)
         world = torch.tensor(1 / self.ranks.world, device=self.backbone.device)
-        return Prepared(
+        return Collected(
             micro, {"tokens": (tokens, world), **self.draws.metrics(self.backbone.device, self.ranks.world)}
         )
 
@@ -276,6 +276,9 @@ class BaseTask:
         caption_M = torch.tensor(captions).repeat_interleave(counts)
         dense = torch.cat([each for _, _, labels in pairs for each in labels])
         return BaseBatch(packed, caption_M, dense, {})
+
+    def after_update(self) -> None:
+        """Nothing moves with the parameters."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"samples": self._position or self.samples.state_dict(), "draws": self.draws.state_dict()}

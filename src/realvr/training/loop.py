@@ -1,6 +1,6 @@
 """The training loop: the same for every stage.
 
-One step: the stage prepares (reads, rolls out, scores), its microbatches pass forward and backward, and one update
+One step: the stage collects (reads, rolls out, scores), its microbatches pass forward and backward, and one update
 follows. A step whose loss or gradient is NaN or infinite is skipped on all ranks together and counted. All ranks make
 the same collective calls in the same order, whatever happens on one of them.
 """
@@ -30,7 +30,7 @@ from realvr.training.engine import Engine
 from realvr.training.settings import TrainSettings
 from realvr.training.statefile import generator_state, set_generator_state
 from realvr.training.stopping import INTERRUPTED, Stopping
-from realvr.training.task import Metrics, Prepared, Task
+from realvr.training.task import Collected, Metrics, Task
 from realvr.training.tracking import Tracker
 
 
@@ -130,11 +130,13 @@ class _Run:
         start, engine, index = time.perf_counter(), self.engine, self.progress.step
         log, optim = self.settings.log, self.settings.optim
         try:
-            prepared = self.task.prepare(index)
+            prepared = self.task.collect(index)
             _same_passes(engine, prepared)
             prepare_s = time.perf_counter() - start
             norms = term_norms(engine, self.task, prepared) if _due(index + 1, log.parts_every) else {}
             outcome = update(engine, prepared, optim.lr_at(index), optim.clip)
+            if not outcome.bad:
+                self.task.after_update()
         except Exception as error:
             if isinstance(error, UserError) or not out_of_memory(error):
                 raise
@@ -156,7 +158,7 @@ class _Run:
             self.tracker.table(index + 1, prepared.table)
         self.handle_nonfinite(outcome, prepared)
 
-    def handle_nonfinite(self, outcome: _Outcome, prepared: Prepared) -> None:
+    def handle_nonfinite(self, outcome: _Outcome, prepared: Collected) -> None:
         """Count a skipped step, name its examples, and give up after too many in a row."""
         progress = self.progress
         if not outcome.bad:
@@ -173,7 +175,7 @@ class _Run:
             f"not finite, the last one with {names}; lower optim.lr, or look at these examples"
         )
 
-    def _names(self, outcome: _Outcome, prepared: Prepared) -> str:
+    def _names(self, outcome: _Outcome, prepared: Collected) -> str:
         """The examples of the microbatches whose loss is not finite, over all ranks; of all where none stands out."""
         own = [str(name) for index in outcome.nonfinite_microbatches for name in _ids(prepared.microbatches[index])]
         every = [str(name) for batch in prepared.microbatches for name in _ids(batch)]
@@ -193,14 +195,14 @@ def _due(step: int, every: int) -> bool:
     return bool(every) and (step % every == 0 or step == 1)
 
 
-def _same_passes(engine: Engine, prepared: Prepared) -> None:
+def _same_passes(engine: Engine, prepared: Collected) -> None:
     """Ranks with different numbers of passes would wait for each other for ever."""
     counts = engine.gather_objects(len(prepared.microbatches))
     if len(set(counts)) != 1 or counts[0] == 0:
         raise RuntimeError(f"every rank needs the same number of microbatches, at least one; they have {counts}")
 
 
-def update(engine: Engine, prepared: Prepared, lr: float, clip: float) -> _Outcome:
+def update(engine: Engine, prepared: Collected, lr: float, clip: float) -> _Outcome:
     """Forward and backward over the microbatches, then one update; or none, where something is not finite.
 
     The losses are checked on all ranks before the last backward pass, which is the one that synchronises (and, with
@@ -240,10 +242,10 @@ def _add(metrics: Metrics, found: Metrics) -> None:
         metrics[name] = (value, count)
 
 
-def term_norms(engine: Engine, task: Task, prepared: Prepared) -> dict[str, float]:
+def term_norms(engine: Engine, task: Task, prepared: Collected) -> dict[str, float]:
     """Norm of the gradient of each part of the loss alone. Leaves gradients, parameters and generators as they were."""
     norms, before = {}, generator_state()
-    for term in task.terms:
+    for term in task.term_names:
         for microbatch in prepared.microbatches:
             with engine.accumulate(last=False):
                 loss, _ = engine.forward(microbatch, term=term)
@@ -301,7 +303,7 @@ def dry_run(task: Task, settings: TrainSettings, engine: Engine) -> int:
     engine.prepare(task.module, settings.optim)
     engine.seed(settings.run.seed)
     found = memory.estimate(engine.module, settings.optim)
-    prepared = task.prepare(0)
+    prepared = task.collect(0)
     _same_passes(engine, prepared)
     engine.print(configuration.dump(settings))
     engine.print(f"processes: {engine.world}, microbatches per step and rank: {len(prepared.microbatches)}")

@@ -37,7 +37,7 @@ from realvr.training.rewards import correct, load_rewards, rated, true_answer
 from realvr.training.rl_step import RlBatch, RlOptions, RlStep, options_from
 from realvr.training.sft import load_backbone
 from realvr.training.sources import TrainingData, training_data
-from realvr.training.task import Metrics, Prepared, Ranks
+from realvr.training.task import Collected, Metrics, Ranks
 
 
 @dataclass
@@ -69,7 +69,7 @@ class RlTask:
         self.adapters = Adapters(backbone, settings.lora)
         self.reference = reference
         self.options: RlOptions = options_from(settings)
-        self.terms: tuple[str, ...] = ("policy", "evidence") if self.uses_evidence else ("policy",)
+        self.term_names: tuple[str, ...] = ("policy", "evidence") if self.uses_evidence else ("policy",)
         self.module = RlStep(backbone, self.options)
         self.rewards = load_rewards(settings.rewards)
         self.encoder = Encoder(backbone, settings.max_prompt, settings.data.keep_encoded)
@@ -85,11 +85,11 @@ class RlTask:
     def uses_evidence(self) -> bool:
         return self.options.lambda_ev != 0 and self.backbone.latents > 0
 
-    def prepare(self, step: int) -> Prepared:
+    def collect(self, step: int) -> Collected:
         with self.adapters.still():
-            return self._prepare(step)
+            return self._collect_or_reuse(step)
 
-    def _prepare(self, step: int) -> Prepared:
+    def _collect_or_reuse(self, step: int) -> Collected:
         if step % self.settings.updates_per_rollout == 0:
             if self._rolls is not None and not self._kept:  # resumed after the last update on the saved rollouts
                 self._restore(self._state["after"])
@@ -97,9 +97,9 @@ class RlTask:
             return self._collect(step)
         if not self._kept:  # resumed between two updates on the same rollouts: they were saved, the rest is rebuilt
             self._collect(step - step % self.settings.updates_per_rollout)
-        return Prepared(self._kept)
+        return Collected(self._kept)
 
-    def _collect(self, step: int) -> Prepared:
+    def _collect(self, step: int) -> Collected:
         """Take the next prompts, roll them out (unless that was done before a kill), and build the microbatches."""
         self._before = self._position()
         mine = self._take()
@@ -119,7 +119,7 @@ class RlTask:
             batch.policy_denominator = torch.tensor(max(total, 1e-12), device=self.backbone.device)
         self.bank.add(everyone)
         self._kept, self._rolls = micro, [part.rollout for part in rolled]
-        return Prepared(micro, self._metrics(rolled), self._table(rolled))
+        return Collected(micro, self._metrics(rolled), self._table(rolled))
 
     # ------------------------------------------------------------------ data
 
@@ -305,6 +305,9 @@ class RlTask:
     def _position(self) -> dict[str, Any]:
         bank = self.bank.state_dict()
         return {"samples": self.samples.state_dict(), "bank": bank, **self.draws.state_dict()}
+
+    def after_update(self) -> None:
+        """Nothing moves with the parameters."""
 
     def state_dict(self) -> dict[str, Any]:
         """Where the data stands. Between two updates on the same rollouts: where it stood before them, and the

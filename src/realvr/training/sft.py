@@ -21,7 +21,7 @@ from realvr.training.dropping import ENOUGH, over, too_many
 from realvr.training.examples import Encoder, all_of, share_of_batch
 from realvr.training.sft_step import SftBatch, SftExample, SftStep, pack_rows
 from realvr.training.sources import TrainingData, training_data
-from realvr.training.task import Prepared, Ranks
+from realvr.training.task import Collected, Ranks
 
 FEW_BOXES = 0.1
 """Share of rows with evidence boxes below which a notice is printed."""
@@ -63,7 +63,7 @@ class _Encoded:
 class SftTask:
     """One optimizer step is ``optim.batch`` packed rows, dealt out over the ranks; packing is done by each rank."""
 
-    terms = ("next_token", "reconstruction")
+    term_names = ("next_token", "reconstruction")
 
     def __init__(self, backbone: Backbone, settings: Any, ranks: Ranks, data: TrainingData) -> None:
         self.backbone, self.settings, self.ranks, self.data = backbone, settings, ranks, data
@@ -83,7 +83,7 @@ class SftTask:
         self.stream = PackedStream(_Encoded(self.samples, self.encoder, settings), len, settings.pack_tokens, WINDOW)
         self._rows: Iterator[Any] | None = None
 
-    def prepare(self, step: int) -> Prepared:
+    def collect(self, step: int) -> Collected:
         optim = self.settings.optim
         if self._rows is None:
             if self.settings.data.workers and not self.encoder.kept:
@@ -106,7 +106,7 @@ class SftTask:
         for batch in micro:
             batch.tokens_total, batch.targets_total = max(tokens, 1.0), max(targets, 1.0)
             batch.to(self.backbone.device)
-        return Prepared(micro, self._metrics(micro))
+        return Collected(micro, self._metrics(micro))
 
     def _metrics(self, micro: list[SftBatch]) -> Any:
         device = self.backbone.device
@@ -120,6 +120,9 @@ class SftTask:
             **self.draws.metrics(device, self.ranks.world),
             "tokens": (used, one / self.ranks.world),
         }
+
+    def after_update(self) -> None:
+        """Nothing moves with the parameters."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"stream": self.stream.state_dict()}

@@ -23,7 +23,7 @@ Metrics = dict[str, tuple[Tensor, Tensor]]
 
 
 @dataclass
-class Prepared:
+class Collected:
     """One optimizer step's work on this rank. Every rank returns the same number of microbatches."""
 
     microbatches: list[Any]
@@ -55,11 +55,15 @@ class Task(Protocol):
 
     module: nn.Module
     """The whole differentiable step as one module: ``module(microbatch, term=None) -> (loss, metrics)``. With
-    ``term`` set to one of ``terms`` only that term is computed, for gradient norms apart."""
-    terms: tuple[str, ...]
+    ``term`` set to one of ``term_names`` only that term is computed, for gradient norms apart."""
+    term_names: tuple[str, ...]
 
-    def prepare(self, step: int) -> Prepared:
+    def collect(self, step: int) -> Collected:
         """Read data, roll out, score, gather across ranks: everything of step ``step`` that needs no gradient."""
+        ...
+
+    def after_update(self) -> None:
+        """Called after each update of the parameters, not after a step that was skipped."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
