@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from realvr.data import sample as sample_module
 from realvr.data.detect import detect
 from realvr.data.export import square_frame, write
 from realvr.data.readers import cells
@@ -24,6 +23,7 @@ from realvr.data.reading import Report, read
 from realvr.data.reasons import FileError
 from realvr.data.sample import Box, ImageRef, Message, Sample, strip_image_tags
 from realvr.errors import UserError
+from realvr.imaging import reference as image_reference
 from realvr.imaging.cache import ImageCache
 
 LAYOUTS = [
@@ -309,9 +309,9 @@ def test_four_cycles_share_an_image_that_is_read_and_decoded_once(
 ) -> None:
     write(cycles(five_options), "hr-bench", tmp_path / name)
     decoded: list[str] = []
-    real = sample_module.decode_base64
+    real = image_reference.decode_base64
     counted = lambda text, what: decoded.append(what) or real(text, what)  # noqa: E731
-    for module in (sample_module, cells):
+    for module in (image_reference, cells):
         monkeypatch.setattr(module, "decode_base64", counted)
     found = list(read(tmp_path / name, options=ReadOptions(check_images="decode")))
     assert len(found) == 8 and len({id(sample.images[0]) for sample in found}) == 2

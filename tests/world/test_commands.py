@@ -11,13 +11,26 @@ import pytest
 from PIL import Image
 
 import realvr
-from realvr.cli.world import layout_path, make, parse_size, show
+from realvr.cli import world
 from realvr.data import ReadOptions, read, write
 from realvr.data.detect import detect
 from realvr.errors import UserError
+from realvr.world.making import layout_path, parse_size
 from realvr.world.splits import SPLITS, Recipe, samples
 
 SOURCE = str(Path(realvr.__file__).parents[1])
+
+
+def make(*values, **options):
+    """``realvr world make``."""
+    return world.make(world.MakeCommand(*values, **options))
+
+
+def show(*values, **options):
+    """``realvr world show``."""
+    return world.show(world.ShowCommand(*values, **options))
+
+
 STRICT = ReadOptions(policy="strict", check_images="decode")
 COUNTS = {"vstar": 3, "hrbench-4k": 2, "hrbench-8k": 1, "mmvp": 6, "counterfactual": 4}
 

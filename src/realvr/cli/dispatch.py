@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from realvr import __version__
 from realvr.errors import UserError
@@ -100,8 +101,16 @@ def _run(name: str, args: list[str]) -> int:
 
     # The docstring up to its Args section is shown as it stands, examples included.
     text = (inspect.getdoc(function) or command.summary).split("\nArgs:")[0].strip()
-    code = tyro.cli(function, prog=f"realvr {name}", description=text, args=args)
-    return int(code or 0)
+    settings = settings_type(function)
+    if settings is None:
+        return int(tyro.cli(function, prog=f"realvr {name}", description=text, args=args) or 0)
+    return int(function(tyro.cli(settings, prog=f"realvr {name}", description=text, args=args)) or 0)
+
+
+def settings_type(function: Callable[..., int]) -> Any:
+    """The dataclass whose fields are the options of a verb."""
+    kinds = [kind for name, kind in get_type_hints(function).items() if name != "return"]
+    return kinds[0] if len(kinds) == 1 and is_dataclass(kinds[0]) else None
 
 
 def _plugins(args: list[str]) -> list[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from realvr.data.sample import BASE64_INVALID
 from realvr.errors import UserError
 from realvr.imaging.files import IMAGE_BROKEN, IMAGE_MISSING, IMAGE_NOT_A_FILE, IMAGE_TOO_LARGE
+from realvr.imaging.reference import BASE64_INVALID
 
 # Files
 FILE_MISSING = "file_missing"

@@ -15,6 +15,7 @@ from typing import Any
 from realvr.demo import plan
 from realvr.demo.plan import Arm, DemoSettings, Step
 from realvr.runs.files import write_json
+from realvr.world.making import Format
 
 DONE = Path("done")
 
@@ -53,18 +54,18 @@ def make_benchmarks(step: Step, settings: DemoSettings) -> None:
     _draw("validation", settings, settings.held_out, size=plan.SIDE, kinds=plan.KINDS)
 
 
-def _draw(split: str, settings: DemoSettings, count: int, size: int, format: str = "real", **options: Any) -> None:
-    from realvr.cli.world import make
+def _draw(split: str, settings: DemoSettings, count: int, size: int, format: Format = "real", **options: Any) -> None:
+    from realvr.world.making import MakeSettings, make
 
     folder = plan.WORLD / split
     if (folder / "recipe.json").is_file():  # begun and not finished
         shutil.rmtree(folder)
-    make(plan.WORLD, (split,), str(size), settings.seed, count, format=format, workers=1, **options)  # type: ignore[arg-type]
+    make(MakeSettings(plan.WORLD, (split,), str(size), settings.seed, count, format, workers=1, **options))
 
 
 def benches() -> list[str]:
     """``NAME=PATH`` of the five."""
-    from realvr.cli.world import layout_path
+    from realvr.world.making import layout_path
 
     names = ("mmvp", "blink", "hrbench-4k", "hrbench-8k", "mme-realworld")
     return [f"mini-{name}={layout_path(name, plan.WORLD / name)}" for name in names]
@@ -165,10 +166,11 @@ def sweep(step: Step, settings: DemoSettings) -> None:
 
 
 def _evaluate(arm: Arm, out: str, **options: Any) -> None:
-    from realvr.cli.eval import Job, run
+    from realvr.evaluation.checkpoints import evaluate as evaluate_checkpoints
+    from realvr.evaluation.settings import EvaluateSettings
 
-    job = Job([arm.model], benches(), out, max_new=plan.MAX_NEW, batch=plan.EVAL_BATCH, device="cpu", **options)
-    run(job)
+    common: dict[str, Any] = {"max_new": plan.MAX_NEW, "batch": plan.EVAL_BATCH, "device": "cpu"}
+    evaluate_checkpoints(EvaluateSettings([arm.model], out, benches(), **common, **options))
 
 
 def counterfactual(step: Step, settings: DemoSettings) -> None:

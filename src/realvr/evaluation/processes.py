@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -70,15 +68,23 @@ class Ranks:
         return f"cuda:{self.local % torch.cuda.device_count()}" if torch.cuda.is_available() else asked
 
 
-def launch(arguments: Mapping[str, Any], processes: int) -> int:
-    """Run ``realvr eval`` with these arguments in ``processes`` processes; the exit code of the first that failed.
+class ProcessFailed(UserError):
+    """One of several processes has failed, and the reason has been printed. ``code`` is its exit code."""
 
-    The first process prints; what the others say is shown only where one of them fails alone.
+    def __init__(self, rank: int, code: int) -> None:
+        super().__init__(f"process {rank} ended with exit code {code}; its message is above")
+        self.code = code
+
+
+def launch(settings: str, processes: int) -> None:
+    """Evaluate in ``processes`` processes, with settings as JSON; raises `ProcessFailed` for the first that failed.
+
+    The first process prints notes; what the others say is shown only where one of them fails alone.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "realvr.evaluation.worker", json.dumps(arguments)]
+    command = [sys.executable, "-m", "realvr.evaluation.worker", settings]
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}  # unless the user sets it
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
     shared = threads | os.environ | meeting
@@ -95,7 +101,8 @@ def launch(arguments: Mapping[str, Any], processes: int) -> int:
         if code < 0:
             name = signal.Signals(-code).name
             print(f"realvr: error: process {failed} was ended by {name}; the same command goes on", file=sys.stderr)
-        return code if code >= 0 else 1
+        if code:
+            raise ProcessFailed(failed, code if code > 0 else 1)
 
 
 def _wait(running: list[subprocess.Popen[bytes]]) -> tuple[int, int]:

@@ -19,11 +19,11 @@ from typing import Any
 from torch import Tensor
 
 from realvr.answers.extract import POLICIES
-from realvr.cli.score import summarise_run
 from realvr.data.sample import Sample
 from realvr.errors import UserError
 from realvr.evaluation.ablation import donors, matched_noise, mean_latents
 from realvr.evaluation.asking import Asked, Asker, ImageLoader, prediction, prefetch
+from realvr.evaluation.finished import summarise_run
 from realvr.evaluation.latent_store import LatentStore
 from realvr.evaluation.processes import Ranks
 from realvr.evaluation.progress import Meter

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -20,13 +19,15 @@ def _end_with(parent: int) -> None:
 
 def main(text: str) -> int:
     """Run one share; the exit code."""
-    from realvr.cli.eval import Job, run
+    from realvr.evaluation.checkpoints import evaluate_share
+    from realvr.evaluation.settings import EvaluateSettings
 
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
     def work() -> int:
         try:
-            return run(Job(**json.loads(text)))
+            evaluate_share(EvaluateSettings.from_json(text))
+            return 0
         except KeyboardInterrupt:
             return 130  # the process that started this one says it
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from PIL import Image
 
-from realvr.data.sample import ImageRef
+from realvr.imaging.reference import ImageRef
 
 
 class ImageCache:

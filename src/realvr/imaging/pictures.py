@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
-from realvr.data.sample import ImageRef
 from realvr.errors import UserError
+from realvr.imaging.reference import ImageRef
 
 
 def picture_keys(images: Sequence[ImageRef]) -> list[Hashable]:

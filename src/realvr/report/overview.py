@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from realvr.answers.extract import POLICIES
-from realvr.cli.score import predictions_of
 from realvr.evaluation.comparison import compare
 from realvr.evaluation.effects import TITLES, effects
+from realvr.evaluation.finished import predictions_of
 from realvr.evaluation.summary_files import other_policies, summary_path
 from realvr.report.results import Arm, Result, Results
 from realvr.report.scores import (

@@ -53,4 +53,9 @@ def _end(line: str, code: int) -> int:
 
 def _notice(message: Warning | str, *where: object) -> None:
     """A warning as a user should meet it: one line, without the source that raised it."""
-    print(f"realvr: note: {' '.join(str(message).split())}", file=sys.stderr)
+    note(" ".join(str(message).split()))
+
+
+def note(text: str) -> None:
+    """Print a notice on standard error."""
+    print(f"realvr: note: {text}", file=sys.stderr)

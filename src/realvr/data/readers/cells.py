@@ -9,8 +9,8 @@ from weakref import WeakValueDictionary
 from realvr.data import reasons
 from realvr.data.readers.base import Context
 from realvr.data.reasons import BadRow
-from realvr.data.sample import FileSlice, ImageRef, decode_base64
 from realvr.data.tables import TableRow
+from realvr.imaging.reference import FileSlice, ImageRef, decode_base64
 
 
 def inline_id(ctx: Context, column: str = "image") -> str:

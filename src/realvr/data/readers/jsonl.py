@@ -19,8 +19,9 @@ from realvr.data.readers.base import (
     text_of,
 )
 from realvr.data.reasons import BadRow
-from realvr.data.sample import Box, ImageRef, Message, Sample, decode_base64
+from realvr.data.sample import Box, ImageRef, Message, Sample
 from realvr.data.streams import json_rows
+from realvr.imaging.reference import decode_base64
 
 
 def to_json(sample: Sample, images: list[str] | None = None) -> dict[str, Any]:

@@ -1,0 +1,228 @@
+"""Splits of the world on disk, in the layouts of the real data (`make`), and a contact sheet (`show`). No torch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from realvr.data.export import write
+from realvr.data.reading import read
+from realvr.data.sample import Sample
+from realvr.errors import UserError
+from realvr.runs import lock as runlock
+from realvr.runs.files import write_atomically
+from realvr.runs.progress import Bar
+from realvr.world.benchmarks import Resize
+from realvr.world.items import Item
+from realvr.world.questions import Withheld
+from realvr.world.sheet import contact_sheet
+from realvr.world.splits import SPLITS, Recipe, build, samples
+
+FILES = {
+    "visual-cot": "viscot_world.json",
+    "virl39k": "virl39k.parquet",
+    "lvr": "lvr.json",
+    "mmvp": "MMVP",
+    "blink": "BLINK",
+    "mme-realworld": "MME_RealWorld.json",
+    "vstar": "test_questions.jsonl",
+}
+"""What the real layouts' files are called, in the split's folder (HR-Bench: see `layout_path`)."""
+
+Format = Literal["all", "jsonl", "real"]
+
+
+@dataclass(frozen=True)
+class MakeSettings:
+    """Which splits to write, and how they are drawn.
+
+    Args:
+        out: Folder to write to. A split that was made there in another way is never overwritten.
+        split: Names of splits, or all.
+        size: Canvas in pixels: 128, 640x480, 4k or 8k. Left out: each split's own.
+        seed: Fixes every scene and question.
+        count: Questions; pairs for mmvp; pairs of each edit; questions in four cycles for hrbench. Left out: the usual.
+        format: all writes our JSONL, which holds everything, and the real layout; jsonl or real writes one of them.
+        kinds: Kinds of question, for curriculum, dialogues, sequels, train-*, validation and counterfactual.
+        withheld: Whether questions may (any), must not (exclude) or must (only) refer to something by a withheld word.
+        resize_pixels: Pixels that a model shrinks a large image to (hrbench, vstar: decides what is visible).
+        patch: Side in pixels of what one visual token covers after that.
+        workers: Processes.
+        take_over: Take a folder from a run on another machine that is gone for certain.
+    """
+
+    out: Path
+    split: tuple[str, ...] = ("all",)
+    size: str | None = None
+    seed: int = 0
+    count: int | None = None
+    format: Format = "all"
+    kinds: tuple[str, ...] = ()
+    withheld: Withheld | None = None
+    resize_pixels: int | None = None
+    patch: int | None = None
+    workers: int = 2
+    take_over: bool = False
+
+    def recipes(self) -> list[Recipe]:
+        """One for each split."""
+        names = list(SPLITS) if tuple(self.split) in ((), ("all",)) else list(self.split)
+        if self.format not in ("all", "jsonl", "real"):
+            raise UserError(f"format {self.format!r}: choose all, jsonl or real")
+        return [_recipe(name, self, self.count) for name in names]
+
+
+@dataclass(frozen=True)
+class ShowSettings:
+    """What to put on a contact sheet.
+
+    Args:
+        out: PNG file to write.
+        split: Name of a split.
+        size: Canvas in pixels, as for make.
+        seed: As for make: the same examples.
+        limit: How many examples.
+        columns: How many in a row.
+        kinds: Kinds of question, as for make.
+        withheld: As for make.
+        resize_pixels: As for make.
+        patch: As for make.
+    """
+
+    out: Path
+    split: str = "train-boxes"
+    size: str | None = None
+    seed: int = 0
+    limit: int = 12
+    columns: int = 4
+    kinds: tuple[str, ...] = ()
+    withheld: Withheld | None = None
+    resize_pixels: int | None = None
+    patch: int | None = None
+
+
+def _recipe(split: str, settings: MakeSettings | ShowSettings, count: int | None) -> Recipe:
+    """The recipe that the settings stand for."""
+    usual = Resize()
+    resize = Resize(settings.resize_pixels or usual.max_pixels, settings.patch or usual.patch)
+    size = parse_size(settings.size)
+    return Recipe(split, settings.seed, count, size, tuple(settings.kinds), settings.withheld, resize)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A split on disk."""
+
+    split: str
+    rows: int
+    files: list[Path]
+
+
+def make(settings: MakeSettings) -> list[Made]:
+    """Write the splits, each in a folder of its own under ``settings.out``."""
+    return [_make(recipe, settings) for recipe in settings.recipes()]
+
+
+def _make(recipe: Recipe, settings: MakeSettings) -> Made:
+    folder = Path(settings.out) / recipe.split
+    with runlock.hold(folder, "world make", settings.take_over):
+        try:
+            _claim(folder, recipe)
+            rows, files = _write(recipe, folder, settings.format, settings.workers)
+        except UserError:
+            _forget(folder)
+            raise
+        except OSError as error:
+            raise UserError(f"{folder}: cannot be written ({error.strerror or error})") from None
+    return Made(recipe.split, rows, files)
+
+
+def show(settings: ShowSettings) -> int:
+    """Draw the first examples of a split; returns how many there are."""
+    if settings.limit < 1 or settings.columns < 1:
+        raise UserError(f"limit {settings.limit} and columns {settings.columns} must be at least 1")
+    chosen = list(itertools.islice(_spread(_recipe(settings.split, settings, None)), settings.limit))
+    path = Path(settings.out)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        contact_sheet(chosen, settings.columns).save(path, "PNG", optimize=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be written ({error})") from None
+    return len(chosen)
+
+
+def parse_size(text: str | None) -> tuple[int, int] | None:
+    """``128``, ``640x480``, ``4k`` or ``8k`` as (width, height); None stays None: the split's own size."""
+    if text is None or text == "":
+        return None
+    named = {"4k": (3840, 2160), "8k": (7680, 4320)}
+    if text.lower() in named:
+        return named[text.lower()]
+    match = re.fullmatch(r"(\d+)(?:[x×](\d+))?", text.strip().lower())
+    if match is None:
+        raise UserError(f"size {text!r}: write a number of pixels, WIDTHxHEIGHT, 4k or 8k")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def layout_path(split: str, folder: Path) -> Path:
+    """Where ``make`` puts the split in its real layout."""
+    layout = SPLITS[split].layout
+    if layout == "hr-bench":
+        return folder / f"hr_bench_{split.removeprefix('hrbench-')}.tsv"
+    return folder / FILES.get(layout, "samples.jsonl")
+
+
+def _claim(folder: Path, recipe: Recipe) -> None:
+    """Refuse to mix two recipes in one folder; remember this one."""
+    note = folder / "recipe.json"
+    text = json.dumps(asdict(recipe), indent=2) + "\n"
+    if note.exists() and note.read_text(encoding="utf-8") != text:
+        raise UserError(f"{folder} holds the split made another way (see {note}); name another folder or remove it")
+    if not note.exists() and any(not path.name.startswith(runlock.NAME) for path in folder.iterdir()):
+        raise UserError(f"{folder} is not empty and not one of ours; name another folder")
+    write_atomically(note, text)
+
+
+def _forget(folder: Path) -> None:
+    """Take back a claim that came to nothing, so that the same folder can be used with other settings."""
+    left = [path for path in folder.iterdir() if not path.name.startswith(runlock.NAME)]
+    if [path.name for path in left] == ["recipe.json"]:
+        left[0].unlink()
+
+
+def _counted(made: Iterator[Sample], title: str, total: int | None) -> Iterator[Sample]:
+    with Bar(title, total) as bar:
+        for sample in made:
+            yield sample
+            bar.advance()
+
+
+def _write(recipe: Recipe, folder: Path, format: Format, workers: int) -> tuple[int, list[Path]]:
+    """Write one split; the real layout is made from our own file, so everything is drawn once."""
+    info = recipe.info
+    per_unit = {"mmvp": 2, "counterfactual": 2, "hrbench-4k": 4, "hrbench-8k": 4}.get(recipe.split, 1)
+    total = len(recipe.units()) * per_unit
+    made = _counted(samples(recipe, workers), recipe.split, total)
+    real = layout_path(recipe.split, folder)
+    if format == "real" and info.layout != "jsonl":
+        done = write(made, info.layout, real)
+        return done.rows, done.files
+    own = folder / "samples.jsonl"
+    done = write(made, "jsonl", own)
+    if format == "jsonl" or info.layout == "jsonl":
+        return done.rows, done.files
+    again = _counted(read(own, "jsonl"), f"{recipe.split} as {info.layout}", total)
+    return done.rows, done.files + write(again, info.layout, real).files
+
+
+def _spread(recipe: Recipe) -> Iterator[Item]:
+    """Items of a split, its parts taken in turn, HR-Bench in its first cycle only."""
+    units = sorted(recipe.units(), key=lambda unit: unit[1])
+    for unit in units:
+        items = build(recipe, unit)
+        yield from items[:1] if recipe.split.startswith("hrbench") else items
