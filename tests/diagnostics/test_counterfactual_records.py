@@ -15,10 +15,11 @@ from realvr.data.export import write
 from realvr.data.sample import ImageRef
 from realvr.diagnostics.counterfactual import PairOptions, ask_all
 from realvr.diagnostics.counterfactual_summary import csv_rows, record_key, report, summarise_pairs
-from realvr.diagnostics.pair_files import Journal, claim, read_records
-from realvr.diagnostics.pair_numbers import mean, rate
+from realvr.diagnostics.files import claim
+from realvr.diagnostics.numbers import mean, rate
 from realvr.diagnostics.pairs import first_of_each, pair_up, read_pairs, unrelated
 from realvr.errors import UserError
+from realvr.runs.journal import Journal, read_records
 
 EDITS = ["color_change", "object_removal", "shape_swap", "spatial_swap"]
 

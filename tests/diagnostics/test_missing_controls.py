@@ -19,9 +19,9 @@ from realvr.data.sample import ImageRef
 from realvr.diagnostics.distances import measure, read_views
 from realvr.diagnostics.exchange import ExchangeOptions, exchange_all, exchange_pairs
 from realvr.diagnostics.exchange_summary import record_key, summarise_exchange
-from realvr.diagnostics.pair_files import Journal
 from realvr.diagnostics.pairs import Pair, unrelated
 from realvr.latent.sampling import Sampling
+from realvr.runs.journal import Journal
 
 K = 2
 OPTIONS = ExchangeOptions(latents=K, ks=(1,), seeds=1, sampling=Sampling(temperature=0.0, max_new=3))

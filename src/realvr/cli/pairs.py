@@ -12,12 +12,13 @@ from rich.table import Table
 
 from realvr.answers.extract import POLICIES
 from realvr.diagnostics import counterfactual_summary, exchange_summary
-from realvr.diagnostics.pair_files import Journal, Record, claim, summarising, write_csv
-from realvr.diagnostics.pair_numbers import controls_line
+from realvr.diagnostics.files import claim, write_csv
+from realvr.diagnostics.numbers import controls_line
 from realvr.diagnostics.pairs import Pair, PairReport, fingerprint, read_pairs, unrelated
 from realvr.errors import UserError
 from realvr.evaluation.tables import wide_console
 from realvr.runs.files import write_atomically, write_json
+from realvr.runs.journal import Journal, Record, summarising
 from realvr.runs.lock import hold
 from realvr.runs.progress import Bar, busy
 

@@ -21,11 +21,11 @@ from realvr.answers.extract import extract_answer
 from realvr.backbone.samples import conversation
 from realvr.backbone.types import Turn
 from realvr.data.sample import Sample
-from realvr.diagnostics.pair_files import Journal, Record
 from realvr.diagnostics.pairs import Pair
 from realvr.errors import UserError
 from realvr.evaluation.responder import Plan, Reply, Request, Responder
 from realvr.imaging.cache import ImageCache
+from realvr.runs.journal import Journal, Record
 
 Protocol = Literal["two-turn", "separate"]
 FirstSpan = Literal["keep", "drop"]

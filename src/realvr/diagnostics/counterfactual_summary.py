@@ -20,8 +20,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from realvr.answers.canonical import same
-from realvr.diagnostics.pair_files import Record, markdown
-from realvr.diagnostics.pair_numbers import controls, controls_line, macro, mean, percent, rate
+from realvr.diagnostics.files import markdown
+from realvr.diagnostics.numbers import controls, controls_line, macro, mean, percent, rate
+from realvr.runs.journal import Record
 
 RATES = {
     "original_accuracy": "A0",

@@ -25,12 +25,12 @@ from realvr.backbone.backbone import Backbone
 from realvr.backbone.samples import conversation
 from realvr.backbone.types import Prompt
 from realvr.data.sample import Sample
-from realvr.diagnostics.pair_files import Journal, Record
 from realvr.diagnostics.pairs import Pair
 from realvr.errors import UserError
 from realvr.evaluation.model_responder import prompt_hash
 from realvr.latent.span import prefill, think
 from realvr.latent.state import State
+from realvr.runs.journal import Journal, Record
 
 ORIGINAL, EDITED, UNRELATED = range(3)
 NO_CANDIDATE = "no other pair shows as many pictures and none of its own"

@@ -36,7 +36,6 @@ from realvr.backbone.backbone import Backbone
 from realvr.backbone.samples import answer_tokens, pad_answers
 from realvr.diagnostics.distances import EDITED, ORIGINAL, NoControl, Views, read_views
 from realvr.diagnostics.exchange_summary import record_key
-from realvr.diagnostics.pair_files import Journal, Record
 from realvr.diagnostics.pairs import Pair
 from realvr.evaluation.model_responder import prompt_hash
 from realvr.latent.group_rollout import Completion, decode
@@ -44,6 +43,7 @@ from realvr.latent.sampling import GREEDY, Sampling
 from realvr.latent.span import score, splice
 from realvr.latent.state import State
 from realvr.maths import credit
+from realvr.runs.journal import Journal, Record
 
 DIRECTIONS = {"edited-to-original": (EDITED, ORIGINAL), "original-to-edited": (ORIGINAL, EDITED)}
 """Donor and recipient view."""

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from realvr.answers.canonical import same
-from realvr.diagnostics.pair_files import Record, markdown
-from realvr.diagnostics.pair_numbers import controls, controls_line, mean, rate
+from realvr.diagnostics.files import markdown
+from realvr.diagnostics.numbers import controls, controls_line, mean, rate
+from realvr.runs.journal import Record
 
 _Row = tuple[str, str, int]
 """Condition, selector, k."""

@@ -10,7 +10,7 @@ import torch
 
 from realvr.backbone.backbone import Backbone
 from realvr.data.reading import read
-from realvr.diagnostics.pair_numbers import mean
+from realvr.diagnostics.numbers import mean
 from realvr.latent.prototypes import pad, prototypes, sample_negatives
 from realvr.latent.span import prefill, think
 from realvr.maths import evidence

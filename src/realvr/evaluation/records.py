@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from realvr.errors import UserError
+from realvr.runs.journal import json_line
 
 PREDICTIONS = "predictions.jsonl"
 Condition = Literal["own", "mean", "other", "noise"]
@@ -69,16 +70,6 @@ class Prediction:
     def to_json(self) -> str:
         """One line, without the line break."""
         return json_line(asdict(self))
-
-
-def json_line(row: dict[str, Any]) -> str:
-    """A JSON object in one line that has UTF-8: half a surrogate pair, as JSON data may hold it, is escaped."""
-    text = json.dumps(row, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return json.dumps(row)
-    return text
 
 
 _TYPES = get_type_hints(Prediction)

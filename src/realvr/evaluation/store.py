@@ -16,28 +16,11 @@ from typing import IO
 from realvr.errors import UserError
 from realvr.evaluation.records import PREDICTIONS, Prediction, read_predictions
 from realvr.runs.files import write_atomically
+from realvr.runs.journal import trim
 
 Key = tuple[str, str, str, int, int]
 """(bench, question, condition, latents, seed), see `Prediction.key`."""
 _PARTS = "predictions.rank*.jsonl"
-
-
-def trim(path: Path) -> None:
-    """Cut off a last line without its line break, as a kill leaves it."""
-    with path.open("r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        kept = end
-        while kept:
-            start = max(0, kept - (1 << 16))
-            file.seek(start)
-            found = file.read(kept - start).rfind(b"\n")
-            if found >= 0:
-                kept = start + found + 1
-                break
-            kept = start
-        if kept < end:
-            file.truncate(kept)
-            os.fsync(file.fileno())
 
 
 def merge(directory: Path, order: Sequence[Key] | None = None) -> int:
