@@ -167,7 +167,7 @@ def test_something_that_is_no_lock_is_refused_at_once(make: Callable[[Path], Non
 
 def test_the_owner_gives_signs_of_life_and_ends_when_the_folder_is_taken(tmp_path: Path) -> None:
     code = (
-        "import sys, time\nfrom realvr import runlock\nrunlock.BEAT = 0.05\n"
+        "import sys, time\nfrom realvr.runs import lock as runlock\nrunlock.BEAT = 0.05\n"
         f"with runlock.hold({str(tmp_path)!r}, 'train rl'):\n"
         "    print('held', flush=True)\n    time.sleep(60)"
     )
@@ -191,7 +191,8 @@ def test_the_owner_gives_signs_of_life_and_ends_when_the_folder_is_taken(tmp_pat
 def test_of_many_that_take_over_at_once_one_does(tmp_path: Path) -> None:
     """Real processes on one stale lock, again and again: never two owners."""
     code = (
-        "import sys, time\nfrom realvr import runlock\nfrom realvr.errors import UserError\nrunlock.PATIENCE = 0.1\n"
+        "import sys, time\nfrom realvr.runs import lock as runlock\nfrom realvr.errors import UserError\n"
+        "runlock.PATIENCE = 0.1\n"
         "try:\n"
         f"    with runlock.hold({str(tmp_path)!r}, 'train rl'):\n"
         "        print('held', flush=True)\n        time.sleep(1.5)\n"

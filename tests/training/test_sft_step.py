@@ -381,7 +381,7 @@ def attention_of(
     def probed(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs, probes=[probe])
 
-    monkeypatch.setattr(sft_step, "advance", probed)
+    monkeypatch.setattr(sft_step, "decoder_pass", probed)
     with torch.no_grad():
         loss, metrics = SftStep(pair.ours, WEIGHT)(micro)
     monkeypatch.undo()

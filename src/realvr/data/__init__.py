@@ -9,24 +9,24 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "Box": "sample",
-    "ImageCache": "image_cache",
-    "ImageRef": "sample",
-    "Message": "sample",
-    "Sample": "sample",
-    "Source": "sample",
-    "FORMATS": "detect",
-    "Mixture": "mixture",
-    "ReadOptions": "readers.base",
-    "Report": "reading",
-    "read": "reading",
-    "Written": "export_common",
-    "write": "export",
+    "Box": "realvr.data.sample",
+    "ImageCache": "realvr.imaging.cache",
+    "ImageRef": "realvr.data.sample",
+    "Message": "realvr.data.sample",
+    "Sample": "realvr.data.sample",
+    "Source": "realvr.data.sample",
+    "FORMATS": "realvr.data.detect",
+    "Mixture": "realvr.data.mixture",
+    "ReadOptions": "realvr.data.readers.base",
+    "Report": "realvr.data.reading",
+    "read": "realvr.data.reading",
+    "Written": "realvr.data.export_common",
+    "write": "realvr.data.export",
 }
 __all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(importlib.import_module(f"realvr.data.{_HOME[name]}"), name)
+        return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
