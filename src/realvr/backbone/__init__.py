@@ -5,8 +5,7 @@ Names are imported on first use, so that reading data or printing help does not 
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from realvr.lazy import lazy_names
 
 _HOME = {
     "Backbone": "realvr.backbone.backbone",
@@ -24,8 +23,5 @@ _HOME = {
     "Turn": "realvr.backbone.types",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = list(_HOME)
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

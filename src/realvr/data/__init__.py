@@ -5,13 +5,12 @@ Names are imported on first use, so that reading a TSV does not import pyarrow.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from realvr.lazy import lazy_names
 
 _HOME = {
     "Box": "realvr.data.sample",
     "ImageCache": "realvr.imaging.cache",
-    "ImageRef": "realvr.data.sample",
+    "ImageRef": "realvr.imaging.reference",
     "Message": "realvr.data.sample",
     "Sample": "realvr.data.sample",
     "Source": "realvr.data.sample",
@@ -24,9 +23,4 @@ _HOME = {
     "write": "realvr.data.export",
 }
 __all__ = list(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(__name__, _HOME)
