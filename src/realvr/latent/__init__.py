@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from realvr.lazy import lazy_names
 
 _HOME = {
-    "State": "state",
-    "decoder_pass": "span",
-    "extend": "span",
-    "prefill": "span",
-    "score": "span",
-    "splice": "span",
-    "think": "span",
-    "token_logprobs": "span",
-    "Memory": "recurrence",
-    "trajectory": "recurrence",
-    "Completion": "group_rollout",
-    "Rollout": "group_rollout",
-    "decode": "group_rollout",
-    "rollout": "group_rollout",
-    "GREEDY": "sampling",
-    "Sampling": "sampling",
+    "State": "realvr.latent.state",
+    "decoder_pass": "realvr.latent.span",
+    "extend": "realvr.latent.span",
+    "prefill": "realvr.latent.span",
+    "score": "realvr.latent.span",
+    "splice": "realvr.latent.span",
+    "think": "realvr.latent.span",
+    "token_logprobs": "realvr.latent.span",
+    "Memory": "realvr.latent.recurrence",
+    "trajectory": "realvr.latent.recurrence",
+    "Completion": "realvr.latent.group_rollout",
+    "Rollout": "realvr.latent.group_rollout",
+    "decode": "realvr.latent.group_rollout",
+    "rollout": "realvr.latent.group_rollout",
+    "GREEDY": "realvr.latent.sampling",
+    "Sampling": "realvr.latent.sampling",
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"realvr.latent.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = list(_HOME)
+__getattr__, __dir__ = lazy_names(__name__, _HOME, {"advance": "realvr.latent.decoder_pass"})
