@@ -22,7 +22,7 @@ from realvr.data import export
 from realvr.data.sample import Sample
 from realvr.training import loop
 from realvr.training.configuration import KINDS
-from realvr.training.engine import Engine
+from realvr.training.engine import Engine, start_engine
 from realvr.training.settings import TrainSettings
 from realvr.world.splits import Recipe, samples
 
@@ -68,7 +68,7 @@ def configure(kind: str, model: Path, data: Path, out: Path, /, **changes: Any) 
 
 def make(kind: str, raw: dict[str, Any]) -> tuple[Any, TrainSettings, Engine]:
     """Task, settings and engine of a run, as ``realvr train`` builds them."""
-    settings, engine = KINDS[kind].model_validate(raw), Engine(cpu=True)
+    settings, engine = KINDS[kind].model_validate(raw), start_engine(cpu=True)
     engine.seed(settings.run.seed)
     return importlib.import_module(f"realvr.training.{kind}").build_task(settings, engine), settings, engine
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from realvr.errors import UserError
-from realvr.training.engine import Engine
+from realvr.training.engine import Engine, start_engine
 from realvr.training.loop import train
 from realvr.training.settings import TrainSettings
 from realvr.training.task import Collected, Metrics
@@ -164,14 +164,14 @@ def make_settings(options: Options) -> TrainSettings:
 def run(**given: Any) -> int:
     """Train in this process."""
     options = Options(**given)
-    engine = Engine(cpu=True)
+    engine = start_engine(cpu=True)
     return train(RegressionTask(options, engine), make_settings(options), engine)
 
 
 def main() -> int:
     torch.set_num_threads(1)
     options = Options(**json.loads(sys.argv[1]))
-    engine = Engine(cpu=True)
+    engine = start_engine(cpu=True)
     task = RegressionTask(options, engine)
     try:
         code = train(task, make_settings(options), engine)

@@ -200,7 +200,8 @@ def load_plugins() -> None:
     """Register what the files of ``REALVR_PLUGINS`` define."""
     for file in filter(None, (os.environ.get(VARIABLE) or "").split(os.pathsep)):
         module = load_file(Path(file))
-        if not any(_defined(module, registry.base) for registry in _REGISTRIES) and len(_REGISTRIES) == 3:
+        complete = {"method", "benchmark", "diagnostic"} <= {registry.kind for registry in _REGISTRIES}
+        if complete and not any(_defined(module, registry.base) for registry in _REGISTRIES):
             raise UserError(f"{file} defines no method, benchmark or diagnostic")
         for registry in _REGISTRIES:
             if registry._filled:

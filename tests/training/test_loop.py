@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from realvr.errors import UserError
 from realvr.training import loop, tracking
-from realvr.training.engine import Engine
+from realvr.training.engine import start_engine
 from realvr.training.loop import dry_run, train
 from training_task import Options, RegressionTask, example, make_settings, run
 
@@ -70,7 +70,7 @@ def test_one_step_is_clipped_adamw(tmp_path: Path) -> None:
     """Against plain torch: the loss of the whole batch, the norm, the clip, the decay groups and the rate."""
     settings = {"optim": {"clip": 0.5, "lr": 0.02, "weight_decay": 0.3, "warmup": 0}, "log": {"parts_every": 1}}
     run(out=str(tmp_path), steps=1, settings=settings)
-    task = RegressionTask(Options(out=""), Engine(cpu=True))
+    task = RegressionTask(Options(out=""), start_engine(cpu=True))
     net = task.module.net
     matrices, rest = [net[0].weight, net[3].weight], [net[0].bias, net[1].weight, net[1].bias, net[3].bias]
     plain = torch.optim.AdamW(
@@ -194,7 +194,7 @@ def test_records_of_lost_steps_are_cut_off(tmp_path: Path) -> None:
 
 
 def test_dry_run_trains_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options, engine = Options(out=str(tmp_path / "run")), Engine(cpu=True)
+    options, engine = Options(out=str(tmp_path / "run")), start_engine(cpu=True)
     task = RegressionTask(options, engine)
     before = [parameter.clone() for parameter in task.module.parameters()]
     assert dry_run(task, make_settings(options), engine) == 0
@@ -212,7 +212,7 @@ def test_no_microbatch_is_an_error_not_a_hang(tmp_path: Path) -> None:
             prepared.microbatches = []
             return prepared
 
-    options, engine = Options(out=str(tmp_path)), Engine(cpu=True)
+    options, engine = Options(out=str(tmp_path)), start_engine(cpu=True)
     with pytest.raises(RuntimeError, match="same number of microbatches"):
         train(Empty(options, engine), make_settings(options), engine)
 
@@ -222,8 +222,8 @@ def test_a_state_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None
         def state_dict(self) -> dict[str, Any]:
             return {"engine": self.engine}
 
-    options, engine = Options(out=str(tmp_path)), Engine(cpu=True)
-    with pytest.raises(TypeError, match="JSON values and tensors, not Engine"):
+    options, engine = Options(out=str(tmp_path)), start_engine(cpu=True)
+    with pytest.raises(TypeError, match="JSON values and tensors, not DDP"):
         train(Odd(options, engine), make_settings(options), engine)
 
 

@@ -4,8 +4,6 @@ settings of the file."""
 from __future__ import annotations
 
 import importlib
-import os
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -60,10 +58,10 @@ def _train(kind: str, args: Sequence[str], summary: str) -> int:
 
     from realvr.runs.quiet import quiet_transformers
     from realvr.training import loop
-    from realvr.training.engine import Engine
+    from realvr.training.engine import start_engine
 
     quiet_transformers()
-    engine = Engine()
+    engine = start_engine()
     # Before the model is read: a folder that another run writes should not cost minutes.
     held = hold(settings.run.out, f"train {kind}", take_over) if engine.main and not dry else nullcontext()
     try:
@@ -78,9 +76,7 @@ def _train(kind: str, args: Sequence[str], summary: str) -> int:
         found = explained(error)
         if engine.world == 1 or found is None:
             raise
-        # The other ranks may be waiting for this one: leave without them, and the launcher ends them.
-        print(f"realvr: error: {found}" if engine.main else f"rank {engine.rank}: {found}", file=sys.stderr, flush=True)
-        os._exit(2)
+        engine.abort(str(found))
     return engine.exit(code)
 
 

@@ -139,10 +139,10 @@ def _train(kind: str, fields: dict[str, Any]) -> None:
 
     from realvr.training import loop
     from realvr.training.configuration import KINDS
-    from realvr.training.engine import Engine
+    from realvr.training.engine import start_engine
 
     settings = KINDS[kind].model_validate(fields)
-    engine = Engine(cpu=True)
+    engine = start_engine(cpu=True)
     engine.seed(settings.run.seed)
     task = importlib.import_module(f"realvr.training.{kind}").build_task(settings, engine)
     if loop.train(task, settings, engine):

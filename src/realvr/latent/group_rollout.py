@@ -74,9 +74,13 @@ def rollout(
     seed: int | Sequence[int] = 0,
     latents: int | None = None,
     visual: VisualTokens | None = None,
+    go_on: Callable[[bool], bool] | None = None,
 ) -> Rollout:
     """Sample ``group`` completions of each prompt after one shared latent span of K = ``latents`` (the checkpoint's
-    K)."""
+    K).
+
+    ``go_on`` is for processes that must pass through the model equally often (see `decode`).
+    """
     sampling = sampling or Sampling()
     count = backbone.latents if latents is None else latents
     if group < 1:
@@ -88,7 +92,7 @@ def rollout(
     limits = [min(sampling.max_new, _room(backbone, prompt, count)) for prompt in prompts]
     state, _ = prefill(backbone, backbone.batch(prompts), visual)
     state, z_BKD = think(backbone, state, count)
-    completions = decode(backbone, state, group, sampling, seed, limits)
+    completions = decode(backbone, state, group, sampling, seed, limits, go_on)
     return Rollout(completions, z_BKD, sampling.policy_temperature)
 
 
@@ -119,8 +123,14 @@ def decode(
     sampling: Sampling,
     seed: int | Sequence[int] = 0,
     limits: Sequence[int] | None = None,
+    go_on: Callable[[bool], bool] | None = None,
 ) -> list[list[Completion]]:
-    """Sample ``group`` continuations of each row of ``state``, at most ``limits[row]`` tokens each (``max_new``)."""
+    """Sample ``group`` continuations of each row of ``state``, at most ``limits[row]`` tokens each (``max_new``).
+
+    ``go_on`` is called before every pass with whether this process still decodes, and returns whether any process
+    does. One that has finished repeats its last pass until none does: parameters sharded over processes need equally
+    many passes on each.
+    """
     limits = [sampling.max_new] * state.rows if limits is None else limits
     steps = max(limits, default=0)
     uniform = draws(prompt_seeds(seed, state.rows), group, steps)
@@ -147,8 +157,12 @@ def decode(
         survivors = _finish(backbone, rows, stopped)
         if not any(survivors):
             break
+        if go_on is not None:
+            go_on(True)
         state, start, rows = _drop_rows(state, start, survivors)
         state, hidden = _feed(backbone, state, rows, start + step)
+    while go_on is not None and go_on(False):
+        _feed(backbone, state, rows, start)
     for row_group in completions:
         for completion in row_group:
             completion.text = backbone.tokenizer.decode(completion.reply_ids, skip_special_tokens=False)

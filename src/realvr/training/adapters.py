@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from realvr.backbone.backbone import Backbone
 from realvr.errors import UserError
 from realvr.training.marker_rows import fold_marker_rows, train_marker_rows
+from realvr.training.sections import LoraSettings
 
 
 class Adapters:
     """With ``rank`` 0 every decoder weight is trained; otherwise adapters on the named linear layers of the decoder
     and, with ``markers``, the embedding rows of the latent markers."""
 
-    def __init__(self, backbone: Backbone, settings: Any, markers: bool = False) -> None:
+    def __init__(self, backbone: Backbone, settings: LoraSettings, markers: bool = False) -> None:
         self.rank = int(settings.rank)
         self.peft: Any = None
         backbone.freeze_vision()
@@ -35,7 +36,8 @@ class Adapters:
         ]
         if not names:
             raise UserError(f"lora.targets {list(settings.targets)} match no layer of the language model")
-        config = LoraConfig(r=self.rank, lora_alpha=settings.alpha, lora_dropout=settings.dropout, target_modules=names)
+        alpha: Any = settings.alpha  # peft declares an int and takes any number
+        config = LoraConfig(r=self.rank, lora_alpha=alpha, lora_dropout=settings.dropout, target_modules=names)
         # peft replaces the layers in place: the backbone keeps its model object and its call paths.
         self.peft = get_peft_model(backbone.model, config)
         if markers:

@@ -29,13 +29,7 @@ from realvr.training.dropping import ReadsData
 from realvr.training.engine import Engine
 from realvr.training.sections import CheckpointSettings
 from realvr.training.settings import TrainSettings
-from realvr.training.statefile import (
-    generator_state,
-    read_state,
-    set_generator_state,
-    write_state,
-    write_text,
-)
+from realvr.training.statefile import read_state, write_state, write_text
 from realvr.training.task import Task
 
 MAY_CHANGE = (
@@ -98,7 +92,7 @@ class Checkpoints:
 
     def _write(self, partial: Path, task: Task) -> None:
         self.engine.save(partial)
-        state = {"generators": generator_state(), "task": task.state_dict()}
+        state = {"generators": self.engine.rng_state(), "task": task.state_dict()}
         write_state(partial / f"rank-{self.engine.rank}", state)
 
     def _finish(self, partial: Path, final: Path, progress: Progress, task: Task, settings: TrainSettings) -> None:
@@ -170,7 +164,7 @@ class Checkpoints:
             self.engine.load(path)
             state = read_state(path / f"rank-{self.engine.rank}")
             task.load_state_dict(state["task"])
-            set_generator_state(state["generators"])
+            self.engine.set_rng_state(state["generators"])
         except Exception as error:  # whatever the code that takes a state makes of one that is damaged
             if isinstance(error, UserError) or out_of_memory(error):
                 raise

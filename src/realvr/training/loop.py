@@ -22,15 +22,15 @@ from realvr.errors import UserError, explained, out_of_memory
 from realvr.runs.files import sync
 from realvr.runs.lock import hold
 from realvr.runs.progress import busy
-from realvr.training import configuration, memory
+from realvr.training import configuration, memory, metrics
 from realvr.training.card import TAG, base_model, card
 from realvr.training.checkpoints import Checkpoints, Progress
 from realvr.training.dropping import DataRecord
 from realvr.training.engine import Engine
+from realvr.training.metrics import Metrics
 from realvr.training.settings import TrainSettings
-from realvr.training.statefile import generator_state, set_generator_state
 from realvr.training.stopping import INTERRUPTED, Stopping
-from realvr.training.task import Collected, Metrics, Task
+from realvr.training.task import Collected, Task
 from realvr.training.tracking import Tracker
 
 
@@ -47,7 +47,7 @@ def _train(task: Task, settings: TrainSettings, engine: Engine) -> int:
     checkpoints = Checkpoints(out, settings.checkpoint, engine)
     with busy(f"train {_kind(settings)}: preparing the run", shown):
         engine.prepare(task.module, settings.optim)
-        memory.refuse_too_large(engine.module, settings.optim, engine.device)
+        memory.refuse_too_large(engine, settings.optim)
         engine.seed(settings.run.seed)
         progress = checkpoints.resume(task, settings)
     if engine.main:
@@ -143,7 +143,7 @@ class _Run:
             what = "GPU memory" if engine.device.type == "cuda" else "memory"
             raise UserError(f"step {index + 1} ran out of {what}: {_memory_advice(self.settings)}") from error
         self.progress.step += 1
-        summed = engine.sum_metrics(outcome.metrics)
+        summed = metrics.sum_over_ranks(engine, outcome.metrics)
         seconds = time.perf_counter() - start
         peaks = engine.gather_objects(engine.peak_memory())
         values = {name: total / count if count else math.nan for name, (total, count) in summed.items()}
@@ -208,7 +208,7 @@ def update(engine: Engine, prepared: Collected, lr: float, clip: float) -> _Outc
     The losses are checked on all ranks before the last backward pass, which is the one that synchronises (and, with
     some engines, updates), and the gradient norm after it.
     """
-    metrics: Metrics = dict(prepared.metrics)
+    summed: Metrics = dict(prepared.metrics)
     losses: list[Tensor] = []
     norm, bad = math.nan, False
     for index, microbatch in enumerate(prepared.microbatches):
@@ -216,7 +216,7 @@ def update(engine: Engine, prepared: Collected, lr: float, clip: float) -> _Outc
         with engine.accumulate(last):
             loss, found = engine.forward(microbatch)
             losses.append(loss.detach())
-            _add(metrics, found)
+            metrics.add(summed, found)
             if last:
                 finite = torch.stack(losses).isfinite().tolist()
                 bad = engine.any(not all(finite))
@@ -230,35 +230,16 @@ def update(engine: Engine, prepared: Collected, lr: float, clip: float) -> _Outc
     else:
         engine.step(lr)
     # The losses of all microbatches and ranks add up to that of the step: the count is 1 on one rank only.
-    metrics["loss"] = (torch.stack(losses).sum(), torch.tensor(1.0 if engine.main else 0.0))
-    return _Outcome(metrics, norm, bad, [index for index, good in enumerate(finite) if not good])
-
-
-def _add(metrics: Metrics, found: Metrics) -> None:
-    for name, (value, count) in found.items():
-        value, count = value.detach(), count.detach()
-        if name in metrics:
-            value, count = value + metrics[name][0].to(value.device), count + metrics[name][1].to(count.device)
-        metrics[name] = (value, count)
+    summed["loss"] = (torch.stack(losses).sum(), torch.tensor(1.0 if engine.main else 0.0))
+    return _Outcome(summed, norm, bad, [index for index, good in enumerate(finite) if not good])
 
 
 def term_norms(engine: Engine, task: Task, prepared: Collected) -> dict[str, float]:
-    """Norm of the gradient of each part of the loss alone. Leaves gradients, parameters and generators as they were."""
-    norms, before = {}, generator_state()
-    for term in task.term_names:
-        for microbatch in prepared.microbatches:
-            with engine.accumulate(last=False):
-                loss, _ = engine.forward(microbatch, term=term)
-                if loss.requires_grad:
-                    engine.backward(loss)
-        engine.reduce_gradients()
-        norms[f"grad_norm/{term}"] = engine.gradient_norm()
-        engine.drop_gradients()
-        set_generator_state(before)
-    return norms
+    """Norm of the gradient of each term of the loss alone."""
+    return {f"grad_norm/{term}": engine.term_norm(prepared.microbatches, term) for term in task.term_names}
 
 
-def export(task: Task, settings: TrainSettings, engine: Engine, metrics: dict[str, Any]) -> None:
+def export(task: Task, settings: TrainSettings, engine: Engine, values: dict[str, Any]) -> None:
     """Write ``final``, a plain model folder with a card, from the main process. It appears when it is whole."""
     out = settings.run.out
     partial, final, old = out / ".final.partial", out / "final", out / ".final.old"
@@ -268,9 +249,9 @@ def export(task: Task, settings: TrainSettings, engine: Engine, metrics: dict[st
         partial.mkdir(parents=True)
     problem = None
     try:
+        engine.export(lambda: task.export(partial))
         if engine.main:
-            task.export(partial)
-            _publish(partial, final, old, settings, metrics)
+            _publish(partial, final, old, settings, values)
     except Exception as error:
         if explained(error) is None:
             raise
@@ -302,7 +283,7 @@ def dry_run(task: Task, settings: TrainSettings, engine: Engine) -> int:
     """Build the first batch, say what it looks like and what memory the run needs; train nothing, write nothing."""
     engine.prepare(task.module, settings.optim)
     engine.seed(settings.run.seed)
-    found = memory.estimate(engine.module, settings.optim)
+    found = engine.estimate(engine.module, settings.optim)
     prepared = task.collect(0)
     _same_passes(engine, prepared)
     engine.print(configuration.dump(settings))
@@ -311,7 +292,7 @@ def dry_run(task: Task, settings: TrainSettings, engine: Engine) -> int:
         engine.print(f"  {name}: {text}")
     for name, size in found.items():
         engine.print(f"{name}: {size / memory.GIB:.3f} GiB")
-    memory.refuse_too_large(engine.module, settings.optim, engine.device)
+    memory.refuse_too_large(engine, settings.optim)
     try:
         activations = memory.measured_peak(engine, prepared.microbatches[0])
     except Exception as error:

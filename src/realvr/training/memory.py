@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from realvr.errors import UserError
 from realvr.imaging.types import ImageInput
@@ -18,30 +18,17 @@ from realvr.training.sections import OptimSettings
 GIB = 1024**3
 
 
-def estimate(module: nn.Module, settings: OptimSettings) -> dict[str, int]:
-    """Bytes per rank that do not depend on the batch, with everything on one device: weights, gradients, optimizer."""
-    found = {"frozen weights": 0, "trained weights": 0, "gradients": 0, "optimizer": 0}
-    for parameter in module.parameters():
-        size = parameter.numel() * parameter.element_size()
-        if not parameter.requires_grad:
-            found["frozen weights"] += size
-            continue
-        found["trained weights"] += size
-        found["gradients"] += size
-        master = settings.master_weights and parameter.element_size() < 4
-        found["optimizer"] += parameter.numel() * 12 if master else 2 * size
-    return found
-
-
-def refuse_too_large(module: nn.Module, settings: OptimSettings, device: torch.device) -> None:
+def refuse_too_large(engine: Engine, optim: OptimSettings) -> None:
     """Raise where weights, gradients and optimizer alone exceed the GPU."""
+    device = engine.device
     if device.type != "cuda":
         return
-    needed, total = sum(estimate(module, settings).values()), torch.cuda.get_device_properties(device).total_memory
+    needed = sum(engine.estimate(engine.module, optim).values())
+    total = torch.cuda.get_device_properties(device).total_memory
     if needed > total:
         raise UserError(
             f"this run cannot fit: weights, gradients and optimizer need {needed / GIB:.1f} GiB, {device} has "
-            f"{total / GIB:.1f} GiB; set lora.rank, take a smaller model, or shard it over more devices"
+            f"{total / GIB:.1f} GiB; set lora.rank, or take a smaller model"
         )
 
 

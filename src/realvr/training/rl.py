@@ -107,7 +107,10 @@ class RlTask:
         first = self.ranks.rank * len(mine)
         saved: Sequence[Rollout | None] = self._rolls or [None] * (len(mine) // size)
         starts = range(0, len(mine), size)
-        rolled = [self._roll(mine[i : i + size], step, first + i, done) for i, done in zip(starts, saved, strict=True)]
+        with self.ranks.full_parameters():
+            rolled = [
+                self._roll(mine[i : i + size], step, first + i, done) for i, done in zip(starts, saved, strict=True)
+            ]
         everyone = [p for part in self.ranks.gather_objects([p for r in rolled for p in r.prototypes]) for p in part]
         micro, place = [], first
         for part in rolled:
@@ -181,6 +184,7 @@ class RlTask:
             seed=seeds,
             latents=self.backbone.latents,
             visual=visual,
+            go_on=self.ranks.any if self.ranks.lockstep else None,
         )
         parts = {
             name: torch.tensor(
@@ -359,7 +363,7 @@ def build_task(settings: Any, ranks: Ranks) -> RlTask:
     reference = None
     if settings.beta and not settings.lora.rank:
         reference = load_backbone(settings, ranks, announce=False)
-        reference.model.requires_grad_(False)
+        ranks.freeze(reference.model)
     return RlTask(backbone, settings, ranks, data, reference)
 
 

@@ -6,7 +6,7 @@ rollouts and its loss. A stage never calls ``backward``; the loop never looks in
 Scaling contract. ``module(microbatch)`` returns the sum of this microbatch's terms divided by the normaliser of the
 *whole optimizer step*: all ranks and all accumulated microbatches together. Adding the losses of all microbatches on
 all ranks therefore gives the loss of the step, whatever the split: 2 x B accumulated equals 1 x 2B, and two ranks
-equal one. The loop multiplies by the number of ranks because data-parallel engines average gradients.
+equal one.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-Metrics = dict[str, tuple[Tensor, Tensor]]
-"""Name to (sum, count); the loop adds both over microbatches and ranks and logs sum / count."""
+from realvr.training.engine import Ranks
+from realvr.training.metrics import Metrics
+
+__all__ = ["Collected", "Metrics", "Ranks", "Task"]
 
 
 @dataclass
@@ -31,23 +32,6 @@ class Collected:
     """What is known before the forward passes: rewards, lengths, group statistics."""
     table: list[dict[str, Any]] = field(default_factory=list)
     """A few sampled completions to show, JSON-compatible."""
-
-
-class Ranks(Protocol):
-    """What a stage may ask of the engine."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order, on every rank."""
-        ...
 
 
 class Task(Protocol):
