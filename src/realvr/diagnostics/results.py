@@ -7,7 +7,7 @@ from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
-from realvr.runs.records import OPEN, ResultFile, Text
+from realvr.runs.records import ResultFile, Text, keeps_more
 
 
 class Rate(TypedDict):
@@ -73,10 +73,10 @@ class Distances(TypedDict):
     final_unrelated: Mean
 
 
+@keeps_more
 class Settings(TypedDict):
     """What decides the records of a run over pairs or questions."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     model: NotRequired[dict[Text, Any]]
     data: NotRequired[Text]
 
@@ -124,8 +124,8 @@ class Exchange(ExchangeNumbers):
     settings: NotRequired[Settings]
 
 
+@keeps_more
 class Grounding(TypedDict):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     questions: int
     latents: int
     negatives: int
@@ -138,3 +138,13 @@ _AGAIN = "run {} again, it keeps its answers"
 COUNTERFACTUAL_FILE = ResultFile(Counterfactual, "realvr counterfactual", _AGAIN.format("realvr counterfactual"))
 EXCHANGE_FILE = ResultFile(Exchange, "realvr exchange", _AGAIN.format("realvr exchange"))
 GROUNDING_FILE = ResultFile(Grounding, "realvr demo", "remove the folder and run realvr demo again")
+FILES: dict[str, ResultFile[Any]] = {
+    "counterfactual": COUNTERFACTUAL_FILE,
+    "exchange": EXCHANGE_FILE,
+    "grounding": GROUNDING_FILE,
+}
+TITLES = {
+    "counterfactual": "Counterfactual pairs",
+    "exchange": "Latent exchange",
+    "grounding": "Latents against the evidence of held-out questions",
+}

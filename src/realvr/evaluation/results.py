@@ -12,7 +12,7 @@ from typing import Any, NotRequired
 from typing_extensions import TypedDict, TypeIs
 
 from realvr.runs.files import read_json
-from realvr.runs.records import OPEN, ResultFile, Text
+from realvr.runs.records import ResultFile, Text, keeps_more
 
 VERSION = 2
 Ends = list[float | None]
@@ -76,10 +76,10 @@ class ConditionScore(Counts, Difference):
     readable: NotRequired[Difference]
 
 
+@keeps_more
 class BenchScore(Counts):
     """One benchmark with the model's own latents, and what it is compared with."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     headline: float
     metric: Text
     ci: Ends
@@ -118,10 +118,10 @@ class Sweep(TypedDict):
     oracle: float
 
 
+@keeps_more
 class Summary(TypedDict):
     """``summary.json`` of one model."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     version: NotRequired[int]
     trained_latents: int
     resamples: int
@@ -150,10 +150,10 @@ class ConditionSpread(Deviation):
     tasks: NotRequired[list[Text]]
 
 
+@keeps_more
 class BenchSpread(Deviation):
     """One benchmark over several checkpoints."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     coverage: NotRequired[float]
     metric: Text
     policy: Text
@@ -163,10 +163,10 @@ class BenchSpread(Deviation):
     effects: NotRequired[dict[Text, Effect]]
 
 
+@keeps_more
 class Spread(TypedDict):
     """``summary.json`` of several checkpoints, for instance training seeds."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     version: NotRequired[int]
     checkpoints: list[Text]
     benches: dict[Text, BenchSpread]
@@ -207,10 +207,10 @@ def load_summary(path: Path) -> AnySummary:
     return SPREAD_FILE.parse(content, path) if "checkpoints" in content else SUMMARY_FILE.parse(content, path)
 
 
+@keeps_more
 class Answering(TypedDict):
     """What answered. A responder of one's own may say more, or less."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     name: NotRequired[Text]
     path: NotRequired[Text | None]
     weights: NotRequired[Text | None]
@@ -218,10 +218,10 @@ class Answering(TypedDict):
     sampling: NotRequired[dict[Text, Any] | None]
 
 
+@keeps_more
 class Asked(TypedDict):
     """One set of questions."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     path: NotRequired[Text | None]
     format: NotRequired[Text | None]
     rows: NotRequired[int | None]
@@ -233,10 +233,10 @@ class Asked(TypedDict):
     sha256: NotRequired[Text | None]
 
 
+@keeps_more
 class EvalRecord(TypedDict):
     """``eval.json``: what the predictions beside it were made with. Records of earlier versions lack sections."""
 
-    __pydantic_config__ = OPEN  # type: ignore[misc]
     responder: NotRequired[Answering]
     benches: NotRequired[dict[Text, Asked]]
     sets: NotRequired[dict[Text, dict[Text, Any]]]

@@ -11,52 +11,50 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from realvr.answers.extract import POLICIES
+from realvr.diagnostics.results import FILES
 from realvr.errors import UserError
+from realvr.evaluation.results import EVAL_FILE, EvalRecord, is_spread, load_summary
+from realvr.evaluation.run_folder import RECORD
 from realvr.evaluation.summary_files import SUMMARY, other_policies, summary_path
-from realvr.report.results import KINDS, Arm, Json, Kind, Result, Results, read_settings, read_steps
+from realvr.report.results import ARMS_FILE, Arm, Evaluation, Measurement, Result, Results
 from realvr.runs.files import read_json
+from realvr.training.records import METRICS, TrainingRun, load_run
 
-FILES = {
-    "metrics.jsonl": "training runs",
-    f"{SUMMARY}.json": "evaluations",
-    "counterfactual.json": "counterfactual pairs",
-    "exchange.json": "latent exchange",
-    "grounding.json": "latents against evidence",
-}
+ARM_LIST = "demo.json"
 _SKIPPED = {"final", "checkpoints", "latents", "tensorboard", "report", "world"}
-_GENERIC = {"train", "training", "eval", "evaluation", "counterfactual", "pairs", "exchange", "sweep", "grounding"}
-"""Folder names that say what was done and not to which model."""
+_GENERIC = {"train", "training", "eval", "evaluation", "pairs", "sweep"}
+"""Folder names that say what was done and not to which model, beside the names of diagnostics."""
+Found = dict[Path, list[tuple[Result, str]]]
+"""Results by folder, each with the name that its folder suggests for an arm."""
 
 
 def find(roots: Sequence[Path], policy: str | None = None) -> Results:
     """Results below ``roots``, arms in display order; scores under ``policy``, by default each run's own."""
     if policy is not None and policy not in POLICIES:
         raise UserError(f"'{policy}' is not an extraction policy; there are {', '.join(POLICIES)}")
-    results, arms, notes, demo = Results([]), [], [], False
-    found: dict[Path, list[tuple[Result, str]]] = {}
+    results, arms = Results([], policy=policy), []
+    found: Found = {}
     for root in roots:
         if not root.is_dir():
             raise UserError(f"{root}: not a folder; give the folder of a run")
         for folder in _folders(root):
             if folder not in found:
                 name = _name(folder, root)
-                found[folder] = [(one, name) for one in _read(folder, results.unfinished, policy)]
-            if (folder / "demo.json").is_file():
-                named, said = _demo(folder)
-                arms += named
-                notes += said
-                demo = True
-    rest = _take(arms, found)
+                found[folder] = [(one, name) for one in _read(folder, results)]
+    rest = [one for several in found.values() for one in several]
+    for folder in found:
+        if (folder / ARM_LIST).is_file():
+            arms += _listed(folder, found, rest, results)
     if not arms and not rest:
         raise UserError(_nothing(roots, results.unfinished, policy))
     for arm in _group(rest):
-        arm.main = not demo
+        arm.main = not results.demo
         arms.append(arm)
     _set_apart(arms)
     for number, arm in enumerate(arms):
         arm.number = number
     _rename(arms)
-    results.arms, results.notes, results.demo, results.policy = arms, notes, demo, policy
+    results.arms = arms
     return results
 
 
@@ -71,36 +69,33 @@ def _folders(root: Path) -> list[Path]:
 
 def _name(folder: Path, root: Path) -> str:
     root = root.resolve()
-    widgets = [part for part in folder.relative_to(root).parts if part not in _GENERIC]
-    return "/".join(widgets) or root.name or "results"
+    parts = [part for part in folder.relative_to(root).parts if part not in _GENERIC and part not in FILES]
+    return "/".join(parts) or root.name or "results"
 
 
-def _read(folder: Path, unfinished: list[Path], policy: str | None) -> list[Result]:
+def _read(folder: Path, results: Results) -> list[Result]:
     """What is in one folder, without its subfolders."""
-    made = []
-
-    def add(kind: Kind, content: Json, file: str, settings: str) -> None:
-        made.append(Result(kind, folder, content, read_settings(folder / settings), folder / file))
-
-    if (folder / "metrics.jsonl").is_file():
-        steps = read_steps(folder / "metrics.jsonl")
-        if steps:
-            add("train", {"steps": steps}, "metrics.jsonl", "settings.yaml")
-    scored = _summary_file(folder, policy)
+    made: list[Result] = []
+    if (folder / METRICS).is_file():
+        run = load_run(folder)
+        made += [run] if run.steps else []
+    scored = _summary_file(folder, results.policy)
     if scored is not None:
-        summary = read_json(scored)
-        if "arms" not in summary:  # the demo's own overview repeats numbers that are read where they were made
-            _expect(scored, summary, "benches", "realvr score")
-            add("eval", summary, scored.name, "eval.json")
-    elif (folder / "eval.json").is_file() or any(folder.glob("predictions*.jsonl")):
-        unfinished.append(folder)
-    for kind, key in (("counterfactual", "protocols"), ("exchange", "rows"), ("grounding", "cos_positive")):
-        file = folder / f"{kind}.json"
+        if not _is_overview(scored):
+            record = EVAL_FILE.load(folder / RECORD) if (folder / RECORD).is_file() else EvalRecord()
+            made.append(Evaluation(folder, scored, load_summary(scored), record))
+    elif (folder / RECORD).is_file() or any(folder.glob("predictions*.jsonl")):
+        results.unfinished.append(folder)
+    for name, kind in FILES.items():
+        file, settings = folder / f"{name}.json", folder / f"{name}_settings.json"
         if file.is_file():
-            content = read_json(file)
-            _expect(file, content, key, "realvr demo" if kind == "grounding" else f"realvr {kind}")
-            add(kind, content, file.name, f"{kind}_settings.json")  # type: ignore[arg-type]
+            made.append(Measurement(name, folder, kind.load(file), read_json(settings) if settings.is_file() else {}))
     return made
+
+
+def _is_overview(file: Path) -> bool:
+    """Whether it is the demo's own overview, which repeats numbers that are read where they were made."""
+    return "arms" in read_json(file)
 
 
 def _summary_file(folder: Path, policy: str | None) -> Path | None:
@@ -112,82 +107,79 @@ def _summary_file(folder: Path, policy: str | None) -> Path | None:
     named = summary_path(folder, policy)
     if named.is_file() or not own.is_file():
         return named if named.is_file() else None
-    content = read_json(own)
-    benches = content.get("benches") or {}
-    read = {entry.get("policy") for entry in benches.values() if isinstance(entry, dict)}
-    return own if "arms" in content or read == {policy} else None
+    if _is_overview(own):
+        return own
+    read = {entry["policy"] for entry in load_summary(own)["benches"].values()}
+    return own if read == {policy} else None
 
 
-def _expect(file: Path, content: Json, key: str, command: str) -> None:
-    if key not in content:
-        raise UserError(f"{file}: has no '{key}', so it is not what {command} writes; write it again or move it away")
-
-
-def _demo(folder: Path) -> tuple[list[Arm], list[str]]:
-    """Arms that demo.json names; each result is a placeholder until `_take` finds its folder."""
-    path = folder / "demo.json"
-    content = read_json(path)
+def _listed(folder: Path, found: Found, rest: list[tuple[Result, str]], results: Results) -> list[Arm]:
+    """Arms that a list names; what they take leaves ``rest``. A stage that was not run is simply absent."""
+    content = ARMS_FILE.load(folder / ARM_LIST)
+    results.demo = True
+    results.notes += content.get("notes") or []
     arms = []
-    try:
-        for entry in content["arms"]:
-            arm = Arm(str(entry["name"]))
-            for kind in KINDS:
-                if entry.get(kind):
-                    arm.results[kind] = Result(kind, (folder / str(entry[kind])).resolve(), {}, {}, path)
-            arms.append(arm)
-        notes = [str(note) for note in content.get("notes") or []]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: not what realvr demo writes ({type(error).__name__}: {error})") from None
-    return arms, notes
+    for entry in content["arms"]:
+        arm = Arm(entry["name"])
+        for kind, path in entry.items():
+            for one in found.get((folder / str(path)).resolve(), []) if kind != "name" and path else ():
+                if _is(one[0], kind):
+                    _take(arm, kind, one[0])
+                    rest[:] = [other for other in rest if other is not one]
+        arms.append(arm)
+    return arms
 
 
-def _take(arms: list[Arm], found: dict[Path, list[tuple[Result, str]]]) -> list[tuple[Result, str]]:
-    """Give the named arms their results; returns what no arm named. A stage that was not run is simply absent."""
-    taken: set[tuple[Path, str]] = set()
-    for arm in arms:
-        for kind, named in list(arm.results.items()):
-            del arm.results[kind]
-            wanted = "eval" if kind == "sweep" else kind
-            for result, _ in found.get(named.folder, []):
-                if result.kind == wanted:
-                    arm.results[kind] = Result(kind, result.folder, result.content, result.settings, result.file)
-                    taken.add((result.folder, result.kind))
-    everything = [one for several in found.values() for one in several]
-    return [one for one in everything if (one[0].folder, one[0].kind) not in taken]
+def _is(result: Result, kind: str) -> bool:
+    """Whether a result is what a list calls ``kind``."""
+    if isinstance(result, Measurement):
+        return result.name == kind
+    return kind == "train" if isinstance(result, TrainingRun) else kind in ("eval", "sweep")
+
+
+def _take(arm: Arm, kind: str, result: Result) -> None:
+    if kind == "sweep" and isinstance(result, Evaluation):
+        arm.sweep = result
+    else:
+        arm.add(result)
 
 
 def _group(rest: Sequence[tuple[Result, str]]) -> list[Arm]:
     """Arms of the results that nobody named: same weights, same arm, as long as an arm has one result of a kind."""
     arms: list[Arm] = []
     for result, name in rest:
-        home = next((arm for arm in arms if result.kind not in arm.results and _same(arm, result, name)), None)
+        home = next((arm for arm in arms if not arm.has(result) and _same(arm, result, name)), None)
         if home is None:
             home = Arm(name)
             arms.append(home)
-        home.results[result.kind] = result
+        home.add(result)
     return arms
 
 
 def _same(arm: Arm, result: Result, name: str) -> bool:
     """Whether a result is about the model of an arm. Runs may have moved since, so a path can only say yes."""
-    for other in arm.results.values():
-        first, second = other.model.get("weights"), result.model.get("weights")
+    for _, other in arm.results():
+        first, second = _weights(other), _weights(result)
         if first and second:
             return first == second
         for run, judged in ((other, result), (result, other)):
-            if run.kind == "train" and judged.model.get("path"):
+            if isinstance(run, TrainingRun) and not isinstance(judged, TrainingRun) and judged.model.get("path"):
                 path = Path(str(judged.model["path"])).resolve()
                 if path == run.folder or run.folder in path.parents:
                     return True
     return arm.name == name
 
 
+def _weights(result: Result) -> str | None:
+    found = None if isinstance(result, TrainingRun) else result.model.get("weights")
+    return found if isinstance(found, str) else None
+
+
 def _set_apart(arms: Sequence[Arm]) -> None:
     """Checkpoints that are summarised together stand behind their mean, not beside it."""
-    evaluations = [(arm, arm.results["eval"]) for arm in arms if "eval" in arm.results]
-    together = {result.folder for _, result in evaluations if "checkpoints" in result.content}
-    for arm, result in evaluations:
-        if result.folder.parent in together:
+    together = {arm.eval.folder for arm in arms if arm.eval is not None and is_spread(arm.eval.summary)}
+    for arm in arms:
+        if arm.eval is not None and arm.eval.folder.parent in together:
             arm.main = False
 
 
@@ -205,5 +197,7 @@ def _nothing(roots: Sequence[Path], unfinished: Sequence[Path], policy: str | No
     if unfinished:
         under, again = (f" under {policy}", f" --policy {policy}") if policy else ("", "")
         return f"{where}: only evaluations without a summary{under}; write it with realvr score {unfinished[0]}{again}"
-    looked = ", ".join(f"{file} ({what})" for file, what in FILES.items())
+    looked = ", ".join(
+        [f"{METRICS} (training runs)", f"{SUMMARY}.json (evaluations)", *(f"{name}.json" for name in FILES)]
+    )
     return f"{where}: no results in it or below it; looked for {looked}"

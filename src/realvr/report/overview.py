@@ -8,19 +8,22 @@ from realvr.answers.extract import POLICIES
 from realvr.evaluation.comparison import compare
 from realvr.evaluation.effects import TITLES, effects
 from realvr.evaluation.finished import predictions_of
+from realvr.evaluation.results import is_spread
 from realvr.evaluation.summary_files import other_policies, summary_path
-from realvr.report.results import Arm, Result, Results
+from realvr.report.results import Arm, Evaluation, Json, Measurement, Results
 from realvr.report.scores import (
     EVAL,
     bench_names,
     difference_cell,
     effect_cell,
+    evaluated,
     last_tenth,
     mean_title,
     means,
     score_cell,
     title,
 )
+from realvr.training.records import TrainingRun
 from realvr.widgets import (
     DASH,
     FEW_PAIRS,
@@ -53,7 +56,7 @@ def overview(results: Results, baseline: Arm | None) -> Section:
         )
     section.widgets += [Text(text) for text in _other_policies(results)]
     main = [arm for arm in results.arms if arm.main]
-    scored = [arm for arm in main if arm.get("eval")]
+    scored = [arm for arm in main if arm.eval]
     if scored:
         section.widgets += [headline_table(scored, "Benchmark scores, %"), *_headline_figure(scored)]
     else:
@@ -68,10 +71,9 @@ def overview(results: Results, baseline: Arm | None) -> Section:
 def _other_policies(results: Results) -> list[str]:
     """Where the same answers have also been scored under another policy."""
     found: dict[str, list[str]] = {}
-    for arm in results.having("eval"):
-        result = arm.results["eval"]
-        for policy in other_policies(result.folder):
-            if summary_path(result.folder, policy) != result.file:
+    for arm in results.arms:
+        for policy in other_policies(arm.eval.folder) if arm.eval is not None else ():
+            if arm.eval is not None and summary_path(arm.eval.folder, policy) != arm.eval.file:
                 found.setdefault(policy, []).append(arm.name)
     return [
         f"Also scored under {policy}: {', '.join(arms)}. realvr report --policy {policy} shows those scores."
@@ -101,12 +103,9 @@ def headline_table(arms: Sequence[Arm], caption: str) -> Table:
     names = bench_names(arms)
     heading = _mean_heading(arms)
     rows: list[list[Cell | str]] = []
-    for arm in arms:
-        result = arm.results["eval"]
-        with result.reading():
-            summary = result.content
-            cells = [score_cell(summary["benches"].get(name)) for name in names]
-            rows.append([arm.name, *cells, *([score_cell(means(summary).get("own"))] if heading else [])])
+    for arm, summary in evaluated(arms):
+        cells = [score_cell(summary["benches"].get(name)) for name in names]
+        rows.append([arm.name, *cells, *([score_cell(means(summary).get("own"))] if heading else [])])
     note = "Mean: unweighted over the tasks that were run with the checkpoint's own number of latents."
     return Table(caption, ["arm", *map(title, names), *heading], rows, note)
 
@@ -114,8 +113,7 @@ def headline_table(arms: Sequence[Arm], caption: str) -> Table:
 def _mean_heading(arms: Sequence[Arm]) -> list[str]:
     """Heading of the column of means; none where every arm has one task."""
     found = []
-    for arm in arms:
-        summary = arm.results["eval"].content
+    for _, summary in evaluated(arms):
         tasks = means(summary).get("own", {}).get("tasks", [])
         if len(tasks) > 1:
             found.append(mean_title(tasks, "five_task_mean" in summary))
@@ -124,13 +122,12 @@ def _mean_heading(arms: Sequence[Arm]) -> list[str]:
 
 def _headline_figure(arms: Sequence[Arm]) -> list[Figures]:
     bars, spoken = [], []
-    for arm in arms:
-        with arm.results["eval"].reading():
-            found = means(arm.results["eval"].content).get("own")
-            if found:
-                low, high = found.get("ci") or (None, None)
-                bars.append(Bar(arm.name, found["mean"], low, high, arm.number))
-                spoken.append(f"{arm.name} {number(found['mean'])} {interval(found.get('ci'))}".strip())
+    for arm, summary in evaluated(arms):
+        found = means(summary).get("own")
+        if found:
+            low, high = found.get("ci") or (None, None)
+            bars.append(Bar(arm.name, found["mean"], low, high, arm.number))
+            spoken.append(f"{arm.name} {number(found['mean'])} {interval(found.get('ci'))}".strip())
     if not bars:
         return []
     name = next(iter(_mean_heading(arms)), "score")
@@ -142,8 +139,9 @@ def _effects(arms: Sequence[Arm], caption: str) -> Table | None:
     """What the span does, in one line per arm."""
     rows: list[list[Cell | str]] = []
     for arm in arms:
-        cells = [*_effect_cells(arm.get("eval")), *_flip_cells(arm.get("counterfactual"))]
-        cells += [_lift_cell(arm.get("exchange")), *_evidence_cells(arm.get("grounding"), arm.get("train"))]
+        measured = arm.diagnostics
+        cells = [*_effect_cells(arm.eval), *_flip_cells(measured.get("counterfactual"))]
+        cells += [_lift_cell(measured.get("exchange")), *_evidence_cells(measured.get("grounding"), arm.train)]
         if any(cell.text != DASH for cell in cells):
             rows.append([arm.name, *cells])
     header = ["arm", *(f"{name} (points)" for name in TITLES.values())]
@@ -158,42 +156,33 @@ def _effects(arms: Sequence[Arm], caption: str) -> Table | None:
     return Table(caption, header, rows, note) if rows else None
 
 
-def _effect_cells(result: Result | None) -> list[Cell]:
-    if result is None:
-        return [Cell(DASH)] * len(TITLES)
-    with result.reading():
-        found = effects(means(result.content))
-        return [effect_cell(found.get(name), read=True) for name in TITLES]
+def _effect_cells(result: Evaluation | None) -> list[Cell]:
+    found = effects(means(result.summary)) if result is not None else {}
+    return [effect_cell(found.get(name), read=True) for name in TITLES]
 
 
-def _flip_cells(result: Result | None) -> list[Cell]:
-    if result is None:
+def _flip_cells(result: Measurement | None) -> list[Cell]:
+    protocols: Json = result.summary["protocols"] if result is not None else {}
+    found = protocols.get(FLIP) or protocols.get("two-turn/none")
+    if found is None:
         return [Cell(DASH)] * 2
-    with result.reading():
-        protocols = result.content["protocols"]
-        found = protocols.get(FLIP) or protocols.get("two-turn/none")
-        if found is None:
-            return [Cell(DASH)] * 2
-        made = []
-        for key, pairs in (("strict_correct_flip", "changed"), ("false_flip", "unchanged")):
-            cell = share(found["macro"][key], counts=False)
-            made.append(Cell(cell.text, cell.below, found["all"][pairs] < FEW_PAIRS, cell.value))
-        return made
+    made = []
+    for key, pairs in (("strict_correct_flip", "changed"), ("false_flip", "unchanged")):
+        cell = share(found["macro"][key], counts=False)
+        made.append(Cell(cell.text, cell.below, found["all"][pairs] < FEW_PAIRS, cell.value))
+    return made
 
 
-def _lift_cell(result: Result | None) -> Cell:
-    if result is None:
-        return Cell(DASH)
-    with result.reading():
-        full = [row for row in result.content["rows"] if row["condition"] == "swap" and row["selector"] == "full"]
-        return average(full[0]["donor_lift"], 1) if full else Cell(DASH)
+def _lift_cell(result: Measurement | None) -> Cell:
+    rows = result.summary["rows"] if result is not None else []
+    full = [row for row in rows if row["condition"] == "swap" and row["selector"] == "full"]
+    return average(full[0]["donor_lift"], 1) if full else Cell(DASH)
 
 
-def _evidence_cells(held_out: Result | None, training: Result | None) -> list[Cell]:
+def _evidence_cells(held_out: Measurement | None, training: TrainingRun | None) -> list[Cell]:
     if held_out is None:
         return [last_tenth(training, name) for name in ("evidence/margin", "evidence/cos_positive")]
-    with held_out.reading():
-        return [average(held_out.content[name], 3, sign) for name, sign in (("margin", True), ("cos_positive", False))]
+    return [average(held_out.summary[name], 3, sign) for name, sign in (("margin", True), ("cos_positive", False))]
 
 
 def _against(arms: Sequence[Arm], baseline: Arm) -> Table | None:
@@ -210,8 +199,8 @@ def _against(arms: Sequence[Arm], baseline: Arm) -> Table | None:
         found = compare(
             predictions_of(first.folder),
             predictions_of(second.folder),
-            first_latents=first.content.get("trained_latents"),
-            second_latents=second.content.get("trained_latents"),
+            first_latents=_trained(first),
+            second_latents=_trained(second),
             policy=_policy(first, second),
         )
         cells = [difference_cell(found["benches"].get(name), p=True) for name in names]
@@ -228,30 +217,33 @@ def _against(arms: Sequence[Arm], baseline: Arm) -> Table | None:
 
 
 def _five(arms: Sequence[Arm]) -> bool:
-    return any("five_task_mean" in arm.results["eval"].content for arm in arms)
+    return any("five_task_mean" in summary for _, summary in evaluated(arms))
 
 
-def _policy(*results: Result) -> str | None:
+def _trained(result: Evaluation) -> int | None:
+    return None if is_spread(result.summary) else result.summary["trained_latents"]
+
+
+def _policy(*results: Evaluation) -> str | None:
     """The policy behind both summaries: they may have been scored again under another one than the predictions."""
-    named = {entry["policy"] for result in results for entry in result.content["benches"].values()}
+    named = {entry["policy"] for result in results for entry in result.summary["benches"].values()}
     return named.pop() if len(named) == 1 and named <= set(POLICIES) else None
 
 
-def _with_predictions(arm: Arm) -> Result | None:
-    result = arm.get("eval")
-    return result if result and any(result.folder.glob("predictions*.jsonl")) else None
+def _with_predictions(arm: Arm) -> Evaluation | None:
+    return arm.eval if arm.eval is not None and any(arm.eval.folder.glob("predictions*.jsonl")) else None
 
 
 def further(results: Results) -> Section:
     """Arms outside the headline comparison."""
     section = Section("further", "Ablations and further arms")
     arms = [arm for arm in results.arms if not arm.main]
-    scored = [arm for arm in arms if arm.get("eval")]
+    scored = [arm for arm in arms if arm.eval]
     if scored:
         section.widgets.append(headline_table(scored, "Benchmark scores of further arms, %"))
     if effects := _effects(arms, "Further arms: what the latents do"):
         section.widgets.append(effects)
-    others = [arm for arm in arms if not arm.get("eval")]
+    others = [arm for arm in arms if not arm.eval]
     if others:
         names = ", ".join(arm.name for arm in others)
         section.widgets.append(Text(f"Found without an evaluation: {names}. See the training curves."))

@@ -60,7 +60,7 @@ def make_sections(results: Results, baseline: str | None = None) -> list[Section
 
 def choose_baseline(results: Results, name: str | None) -> Arm | None:
     """The arm that others are compared with: the named one, else LVR-RL, else the first with an evaluation."""
-    arms = [arm for arm in results.arms if arm.get("eval")]
+    arms = [arm for arm in results.arms if arm.eval is not None]
     if name is not None:
         found = [arm for arm in arms if arm.name.lower() == name.lower()]
         if not found:

@@ -42,7 +42,7 @@ _NO_SPAN = "two-turn/none"
 
 def counterfactual(results: Results) -> Section:
     section = Section("counterfactual", "Counterfactual pairs")
-    arms = results.having("counterfactual")
+    arms = [arm for arm in results.arms if "counterfactual" in arm.diagnostics]
     panels = []
     for name, (label, explained) in _PROTOCOLS.items():
         found = _of_protocol(arms, name)
@@ -67,13 +67,12 @@ def _of_protocol(arms: Sequence[Arm], name: str) -> list[tuple[Arm, str, Json]]:
     """(arm, how it is called, its numbers); a model without a span has one two-turn protocol, which is in both."""
     found = []
     for arm in arms:
-        result = arm.results["counterfactual"]
-        with result.reading():
-            protocols = result.content["protocols"]
-            if name in protocols:
-                found.append((arm, arm.name, protocols[name]))
-            elif name.startswith("two-turn") and _NO_SPAN in protocols:
-                found.append((arm, f"{arm.name} (no span)", protocols[_NO_SPAN]))
+        result = arm.diagnostics["counterfactual"]
+        protocols = result.summary["protocols"]
+        if name in protocols:
+            found.append((arm, arm.name, protocols[name]))
+        elif name.startswith("two-turn") and _NO_SPAN in protocols:
+            found.append((arm, f"{arm.name} (no span)", protocols[_NO_SPAN]))
     return found
 
 
@@ -81,17 +80,16 @@ def _protocol(name: str, found: Sequence[tuple[Arm, str, Json]]) -> list[Any]:
     rows: list[list[Cell | str]] = []
     bars: dict[str, list[Bar]] = {"strict_correct_flip": [], "false_flip": []}
     for arm, called, numbers in found:
-        with arm.results["counterfactual"].reading():
-            for edit, row in numbers["edits"].items():
-                sizes = f"{row['changed']} / {row['unchanged']}"
-                rows.append([called, _words(edit), sizes, *(share(row[key]) for key in _RATES)])
-                for key, drawn in bars.items():
-                    if row[key]["rate"] is not None:
-                        ends = (100 * row[key]["low"], 100 * row[key]["high"])
-                        drawn.append(Bar(called, 100 * row[key]["rate"], *ends, arm.number, _words(edit)))
-            sizes = f"{numbers['all']['changed']} / {numbers['all']['unchanged']}"
-            macro = [share(numbers["macro"][key], counts=False) for key in _RATES]
-            rows.append([called, "mean over edits", sizes, *macro])
+        for edit, row in numbers["edits"].items():
+            sizes = f"{row['changed']} / {row['unchanged']}"
+            rows.append([called, _words(edit), sizes, *(share(row[key]) for key in _RATES)])
+            for key, drawn in bars.items():
+                if row[key]["rate"] is not None:
+                    ends = (100 * row[key]["low"], 100 * row[key]["high"])
+                    drawn.append(Bar(called, 100 * row[key]["rate"], *ends, arm.number, _words(edit)))
+        sizes = f"{numbers['all']['changed']} / {numbers['all']['unchanged']}"
+        macro = [share(numbers["macro"][key], counts=False) for key in _RATES]
+        rows.append([called, "mean over edits", sizes, *macro])
     figures = []
     for key, words in (("strict_correct_flip", "Strict flip, % of C"), ("false_flip", "False flip, % of U")):
         if bars[key]:
@@ -113,12 +111,11 @@ def _words(edit: str) -> str:
 def _distances(arms: Sequence[Arm]) -> list[Any]:
     rows: list[list[Cell | str]] = []
     for arm in arms:
-        result = arm.results["counterfactual"]
-        with result.reading():
-            for edit, row in (result.content.get("distances") or {}).items():
-                cells = [average(row[key], 5, sign=False) for key in DISTANCES]
-                if any(cell.text != DASH for cell in cells):
-                    rows.append([arm.name, _words(edit), *cells])
+        result = arm.diagnostics["counterfactual"]
+        for edit, row in (result.summary.get("distances") or {}).items():
+            cells = [average(row[key], 5, sign=False) for key in DISTANCES]
+            if any(cell.text != DASH for cell in cells):
+                rows.append([arm.name, _words(edit), *cells])
     if not rows:
         return []
     header = ["arm", "edit", "latent", "latent, unrelated picture", "final", "final, unrelated picture"]
@@ -135,7 +132,7 @@ def _distances(arms: Sequence[Arm]) -> list[Any]:
 
 def exchange(results: Results) -> Section:
     section = Section("exchange", "Latent exchange")
-    arms = results.having("exchange")
+    arms = [arm for arm in results.arms if "exchange" in arm.diagnostics]
     if not arms:
         section.widgets += missing(EXCHANGE)
         return section
@@ -164,8 +161,7 @@ def _figures(arms: Sequence[Arm]) -> Figures:
     ):
         series = {}
         for arm in arms:
-            with arm.results["exchange"].reading():
-                series[arm.name] = _series(arm.results["exchange"].content["rows"], key)
+            series[arm.name] = _series(arm.diagnostics["exchange"].summary["rows"], key)
         values = [p for drawn in series.values() for line in drawn for p in line.points]
         ends_of_axis = [0.0, *(end for p in values for end in (p.low, p.high) if end is not None)]
         for arm in arms:
@@ -208,13 +204,12 @@ _NAMES = {"contrast": "largest contrast", "random": "random", "full": "whole spa
 def _table(arms: Sequence[Arm]) -> Table:
     rows: list[list[Cell | str]] = []
     for arm in arms:
-        with arm.results["exchange"].reading():
-            for row in arm.results["exchange"].content["rows"]:
-                name = {"unrelated": "unrelated donor", "swap": _NAMES.get(row["selector"], row["selector"])}
-                cells = [average(row["donor_lift"], 1), average(row["margin_shift"], 3)]
-                shares = ("donor_frequency", "recipient_frequency", "parse_coverage")
-                called = name.get(row["condition"], row["condition"])
-                rows.append([arm.name, called, str(row["k"]), *cells, *(share(row[key]) for key in shares)])
+        for row in arm.diagnostics["exchange"].summary["rows"]:
+            name = {"unrelated": "unrelated donor", "swap": _NAMES.get(row["selector"], row["selector"])}
+            cells = [average(row["donor_lift"], 1), average(row["margin_shift"], 3)]
+            shares = ("donor_frequency", "recipient_frequency", "parse_coverage")
+            called = name.get(row["condition"], row["condition"])
+            rows.append([arm.name, called, str(row["k"]), *cells, *(share(row[key]) for key in shares)])
     header = ["arm", "latents", "k", "donor-answer lift (points)", "donor-margin shift (nats)"]
     header += ["donor's answer, %", "own answer, %", "parsed, %"]
     note = "Lift and shift: bootstrap over pairs. The three shares treat directions and seeds as independent."
@@ -224,19 +219,17 @@ def _table(arms: Sequence[Arm]) -> Table:
 def _between(arms: Sequence[Arm]) -> list[Table]:
     rows: list[list[Cell | str]] = []
     for arm in arms:
-        with arm.results["exchange"].reading():
-            for row in arm.results["exchange"].content["contrast_minus_random"]:
-                rows.append([arm.name, str(row["k"]), average(row["donor_lift"], 1), average(row["margin_shift"], 3)])
+        for row in arm.diagnostics["exchange"].summary["contrast_minus_random"]:
+            rows.append([arm.name, str(row["k"]), average(row["donor_lift"], 1), average(row["margin_shift"], 3)])
     header = ["arm", "k", "lift: contrast − random (points)", "shift: contrast − random (nats)"]
     return [Table("Positions of largest contrast against random ones, paired", header, rows)] if rows else []
 
 
 def _sham(arm: Arm) -> str:
-    with arm.results["exchange"].reading():
-        found = arm.results["exchange"].content["sham"]
-        equal, largest = found["equal_replies"], found["largest_margin_difference"]
-        text = f"{arm.name}: {equal['count']} of {equal['of']} shams gave the reply of the unmodified span"
-        return text + ("." if largest is None else f"; margins differ by at most {_small(largest)} nats.")
+    found = arm.diagnostics["exchange"].summary["sham"]
+    equal, largest = found["equal_replies"], found["largest_margin_difference"]
+    text = f"{arm.name}: {equal['count']} of {equal['of']} shams gave the reply of the unmodified span"
+    return text + ("." if largest is None else f"; margins differ by at most {_small(largest)} nats.")
 
 
 def _small(value: float) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from realvr.report.results import Json, Result, Results
-from realvr.report.training import stage
+from realvr.diagnostics.results import TITLES
+from realvr.evaluation.results import EvalRecord
+from realvr.report.results import Evaluation, Json, Measurement, Result, Results
+from realvr.training.records import SETTINGS, TrainingRun
 from realvr.widgets import Fold, Section, Table, Text
 
 
@@ -23,53 +24,42 @@ def provenance(results: Results) -> Section:
         )
     )
     for arm in results.arms:
-        widgets = [part for result in arm.results.values() for part in _result(result)]
+        widgets = [part for kind, result in arm.results() for part in _result(kind, result)]
         section.widgets.append(Fold(arm.name, widgets))
     return section
 
 
-def _result(result: Result) -> list[Any]:
-    with result.reading():
-        widgets: list[Any] = [Text(f"{_TITLES[result.kind]}: {result.folder}", "heading")]
-        if result.kind == "train":
-            return [*widgets, *_training(result)]
-        widgets += [Text(command(result), "command")] if result.settings else []
-        rows = [*_flat(result.model)] + _settings(result)
-        widgets += [Table("Model and settings", ["what", "value"], rows)] if rows else []
-        if result.kind in ("eval", "sweep"):
-            widgets += _benches(result.settings)
-        return widgets
+_TITLES = {"train": "Training", "eval": "Evaluation", "sweep": "Sweep over K"}
 
 
-_TITLES = {
-    "train": "Training",
-    "eval": "Evaluation",
-    "sweep": "Sweep over K",
-    "counterfactual": "Counterfactual pairs",
-    "exchange": "Latent exchange",
-    "grounding": "Latents against the evidence of held-out questions",
-}
+def _result(kind: str, result: Result) -> list[Any]:
+    widgets: list[Any] = [Text(f"{_TITLES.get(kind) or TITLES[kind]}: {result.folder}", "heading")]
+    if isinstance(result, TrainingRun):
+        return [*widgets, *_training(result)]
+    settings = result.record if isinstance(result, Evaluation) else result.settings
+    widgets += [Text(command(result), "command")] if settings else []
+    rows = [*_flat(result.model)] + _settings(result)
+    widgets += [Table("Model and settings", ["what", "value"], rows)] if rows else []
+    return widgets + (_benches(result.record) if isinstance(result, Evaluation) else [])
 
 
-def _training(result: Result) -> list[Any]:
-    if not result.settings:
+def _training(run: TrainingRun) -> list[Any]:
+    if not run.settings:
         return [Text("No settings.yaml beside the metrics.")]
-    kind = stage(result.content["steps"])
-    text = yaml.safe_dump(result.settings, sort_keys=False, allow_unicode=True)
-    file = result.folder / "settings.yaml"
-    return [Text(f"realvr train {kind} {shlex.quote(str(file))}", "command"), Text(text, "code")]
+    text = yaml.safe_dump(run.settings, sort_keys=False, allow_unicode=True)
+    words = ["realvr", "train", run.about["stage"], str(run.folder / SETTINGS)]
+    return [Text(shlex.join(words), "command"), Text(text, "code")]
 
 
-def _settings(result: Result) -> list[list[str]]:
-    if result.kind in ("eval", "sweep"):
-        found = {**(result.settings.get("settings") or {}), **_under("version", result.settings.get("versions"))}
-    else:
-        found = {name: value for name, value in result.settings.items() if name != "model"}
-    return _flat(found)
+def _settings(result: Evaluation | Measurement) -> list[list[str]]:
+    if isinstance(result, Measurement):
+        return _flat({name: value for name, value in result.settings.items() if name != "model"})
+    record = result.record
+    return _flat({**record.get("settings", {}), **_under("version", record.get("versions", {}))})
 
 
-def _under(head: str, found: Any) -> Json:
-    return {f"{head} {name}": value for name, value in (found or {}).items()}
+def _under(head: str, found: Mapping[str, Any]) -> Json:
+    return {f"{head} {name}": value for name, value in found.items()}
 
 
 def _flat(found: Mapping[str, Any], head: str = "") -> list[list[str]]:
@@ -83,9 +73,9 @@ def _flat(found: Mapping[str, Any], head: str = "") -> list[list[str]]:
     return rows
 
 
-def _benches(record: Json) -> list[Table]:
+def _benches(record: EvalRecord) -> list[Table]:
     rows = []
-    for name, bench in (record.get("benches") or {}).items():
+    for name, bench in record.get("benches", {}).items():
         dropped = ", ".join(f"{reason}: {count}" for reason, count in (bench.get("dropped") or {}).items()) or "none"
         limit = bench.get("limit")
         kept = [str(bench.get("rows", "")), str(bench.get("questions", "")), "" if limit is None else str(limit)]
@@ -94,43 +84,45 @@ def _benches(record: Json) -> list[Table]:
     return [Table("Questions", header, rows)] if rows else []
 
 
-def command(result: Result) -> str:
-    """The command line that the record of an evaluation amounts to."""
-    words = [
-        "realvr",
-        "eval" if result.kind in ("eval", "sweep") else result.kind,
-        str(result.model.get("path", "MODEL")),
-    ]
-    if result.kind in ("eval", "sweep"):
-        words += _eval_options(result.settings)
+def command(result: Evaluation | Measurement) -> str:
+    """The command line that the record of a result amounts to."""
+    model = str(result.model.get("path", "MODEL"))
+    if isinstance(result, Evaluation):
+        words = ["realvr", "eval", model, *_eval_options(result.record)]
     else:
-        words.append(str(result.settings.get("data", "PAIRS")))
-        for name in ("limit", "latents", "seeds"):
-            if result.settings.get(name) is not None:
-                words += [f"--{name}", str(result.settings[name])]
-        if result.kind == "exchange" and result.settings.get("k"):
-            words += ["--k", ",".join(map(str, result.settings["k"]))]
-        words += ["--policy", str(result.settings.get("policy", "strict"))]
+        words = ["realvr", result.name, model, *_diagnostic_options(result.settings)]
     most = (result.model.get("sampling") or {}).get("max_new")
     words += [] if most is None else ["--max-new", str(most)]
     return shlex.join([*words, "--out", str(result.folder)])
 
 
-def _eval_options(record: Json) -> list[str]:
+def _diagnostic_options(settings: Json) -> list[str]:
+    words = [str(settings.get("data", "DATA"))]
+    for name in ("limit", "latents", "seeds", "k"):
+        if (value := settings.get(name)) not in (None, []):
+            words += [f"--{name}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+    return [*words, "--policy", str(settings.get("policy", "strict"))]
+
+
+def _eval_options(record: EvalRecord) -> list[str]:
     words = []
-    benches = record.get("benches") or {}
+    benches = record.get("benches", {})
     for name, bench in benches.items():
-        words += ["--bench", f"{name}={bench.get('path', Path('PATH'))}"]
-    limits = {bench.get("limit") for bench in benches.values()} - {None}
+        words += ["--bench", f"{name}={bench.get('path') or 'PATH'}"]
+    limits = {limit for bench in benches.values() if (limit := bench.get("limit")) is not None}
     words += ["--limit", str(max(limits))] if limits else []
-    settings = record.get("settings") or {}
-    if settings.get("latents"):
+    settings = record.get("settings", {})
+    if isinstance(settings.get("latents"), list) and settings["latents"]:
         words += ["--latents", ",".join(map(str, settings["latents"]))]
     if settings.get("ablation") is False:
         words.append("--no-ablation")
-    sampling = (record.get("responder") or {}).get("sampling") or {}
+    sampling = record.get("responder", {}).get("sampling") or {}
     if sampling.get("temperature"):
-        words += ["--temperature", str(sampling["temperature"]), "--seeds", str(len(settings.get("seeds") or [0]))]
+        words += ["--temperature", str(sampling["temperature"]), "--seeds", str(_count(settings.get("seeds")))]
     if "stop" in sampling and sampling["stop"] is None:
         words.append("--no-stop-at-answer")
     return [*words, "--policy", str(settings.get("policy", "strict"))]
+
+
+def _count(seeds: Any) -> int:
+    return len(seeds) if isinstance(seeds, list) and seeds else 1

@@ -2,58 +2,53 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NotRequired
 
-import yaml
+from typing_extensions import TypedDict
 
-from realvr.errors import UserError
-from realvr.runs.files import read_json
+from realvr.evaluation.results import AnySummary, EvalRecord
+from realvr.runs.records import ResultFile, Text, keeps_more
+from realvr.training.records import TrainingRun
 
-Kind = Literal["train", "eval", "sweep", "counterfactual", "exchange", "grounding"]
-KINDS: tuple[Kind, ...] = ("train", "eval", "sweep", "counterfactual", "exchange", "grounding")
-AGAIN = {
-    "train": "train the model again",
-    "eval": "compute it again with realvr score",
-    "sweep": "compute it again with realvr score",
-    "counterfactual": "run realvr counterfactual again, it keeps its answers",
-    "exchange": "run realvr exchange again, it keeps its answers",
-    "grounding": "remove the folder and run realvr demo again",
-}
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Result:
-    """One folder that a command wrote."""
+class Evaluation:
+    """A folder of ``realvr eval``."""
 
-    kind: Kind
     folder: Path
-    content: Json
-    """summary.json (or summary.POLICY.json), counterfactual.json or exchange.json; of a training run ``{"steps":
-    lines of metrics.jsonl}``."""
-    settings: Json
-    """eval.json, counterfactual_settings.json, exchange_settings.json or settings.yaml; empty where there is none."""
     file: Path
+    """summary.json, or summary.POLICY.json."""
+    summary: AnySummary
+    record: EvalRecord
+    """eval.json; empty where there is none."""
 
     @property
     def model(self) -> Json:
         """What answered: name, path, weights (a hash), family, latents, …"""
-        found = self.settings.get("responder" if self.kind in ("eval", "sweep") else "model")
+        return dict(self.record.get("responder", {}))
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A folder of one diagnostic."""
+
+    name: str
+    folder: Path
+    summary: Json
+    settings: Json
+    """Empty where there are none."""
+
+    @property
+    def model(self) -> Json:
+        found = self.settings.get("model")
         return found if isinstance(found, dict) else {}
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Turn whatever damaged content does to a reader into one line that names the file."""
-        try:
-            yield
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            what = f"{type(error).__name__}: {error}"
-            raise UserError(f"{self.file}: not what realvr writes ({what}); {AGAIN[self.kind]}") from None
+
+Result = TrainingRun | Evaluation | Measurement
 
 
 @dataclass
@@ -63,12 +58,32 @@ class Arm:
     name: str
     main: bool = True
     """Part of the headline comparison; the others are shown as further arms."""
-    results: dict[Kind, Result] = field(default_factory=dict)
+    train: TrainingRun | None = None
+    eval: Evaluation | None = None
+    sweep: Evaluation | None = None
+    """An evaluation that was only made for other numbers of latents."""
+    diagnostics: dict[str, Measurement] = field(default_factory=dict)
     number: int = 0
     """Place in the report, which decides its colour."""
 
-    def get(self, kind: Kind) -> Result | None:
-        return self.results.get(kind)
+    def results(self) -> list[tuple[str, Result]]:
+        """(kind, result) of everything there is, training first."""
+        own: list[tuple[str, Result | None]] = [("train", self.train), ("eval", self.eval), ("sweep", self.sweep)]
+        return [(kind, one) for kind, one in own if one is not None] + list(self.diagnostics.items())
+
+    def has(self, result: Result) -> bool:
+        """Whether there is a result of that kind."""
+        if isinstance(result, Measurement):
+            return result.name in self.diagnostics
+        return (self.train if isinstance(result, TrainingRun) else self.eval) is not None
+
+    def add(self, result: Result) -> None:
+        if isinstance(result, Measurement):
+            self.diagnostics[result.name] = result
+        elif isinstance(result, TrainingRun):
+            self.train = result
+        else:
+            self.eval = result
 
 
 @dataclass
@@ -81,43 +96,34 @@ class Results:
     demo: bool = False
     unfinished: list[Path] = field(default_factory=list)
     """Folders of evaluations without a summary."""
+    foreign: list[Path] = field(default_factory=list)
+    """Results of diagnostics that are not registered."""
     policy: str | None = None
     """The policy that was asked for; None: each run's own."""
 
-    def having(self, *kinds: Kind) -> list[Arm]:
-        """Arms that have at least one of these."""
-        return [arm for arm in self.arms if any(kind in arm.results for kind in kinds)]
+
+@keeps_more
+class ArmEntry(TypedDict):
+    """An arm in ``demo.json``: folders relative to the file, by kind; further keys are names of diagnostics."""
+
+    name: Text
+    train: NotRequired[Text | None]
+    eval: NotRequired[Text | None]
+    sweep: NotRequired[Text | None]
 
 
-# ---------------------------------------------------------------------- files
+class ArmList(TypedDict):
+    """``demo.json``: names and order of arms, and what to say about their numbers."""
+
+    arms: list[ArmEntry]
+    notes: NotRequired[list[Text] | None]
 
 
-def read_settings(path: Path) -> Json:
-    """settings.yaml of a training run, or the JSON record of an evaluation; empty where there is no such file."""
-    if not path.is_file():
-        return {}
-    if path.suffix != ".yaml":
-        return read_json(path)
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{path}: damaged ({' '.join(str(error).split())})") from None
-    return found if isinstance(found, dict) else {}
+def _paths(content: ArmList) -> None:
+    for place, entry in enumerate(content["arms"]):
+        odd = [key for key, value in entry.items() if value is not None and not isinstance(value, str)]
+        if odd:
+            raise ValueError(f"arms.{place}.{odd[0]}: no path")
 
 
-def read_steps(path: Path) -> list[Json]:
-    """Steps of a metrics.jsonl, in order. A last line that a kill cut short is left out."""
-    steps = []
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
-    for number, line in enumerate(lines[:-1], 1):  # behind the last line break there is nothing, or half a line
-        try:
-            step = json.loads(line)
-            steps.append(step | {"step": int(step["step"])})
-        except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
-            raise UserError(f"{path}, line {number}: not the metrics of a step ({error}); delete the line") from None
-    return steps
+ARMS_FILE = ResultFile(ArmList, "realvr demo", "run realvr demo again", check=_paths, author="realvr demo")

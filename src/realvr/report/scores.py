@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from realvr.evaluation import tables
 from realvr.evaluation.effects import TITLES, effects
+from realvr.evaluation.results import AnyBench, AnySummary, Summary, is_spread
 from realvr.evaluation.rules import five_title, in_order
 from realvr.evaluation.scoring import ABLATIONS
 from realvr.evaluation.tables import title
-from realvr.report.results import Arm, Json, Result, Results
+from realvr.report.results import Arm, Results
+from realvr.training.records import TrainingRun
 from realvr.widgets import (
     DASH,
     FEW_QUESTIONS,
@@ -28,16 +30,23 @@ from realvr.widgets import (
 )
 from realvr.widgets.charts import Bar, Line, Point, forest, lines
 
+Found = Mapping[str, Any]
+"""A score, an effect or a difference of a summary, under whatever condition."""
 EVAL = "realvr eval MODEL --bench mmvp=PATH --bench blink=PATH … --out DIR"
 SWEEP = "realvr eval MODEL --bench mmvp=PATH … --latents 0,2,4,8,12,16,20 --out DIR"
 
 
 def bench_names(arms: Sequence[Arm]) -> list[str]:
     """Benchmarks of these arms, the five first."""
-    return in_order({name for arm in arms if (result := arm.get("eval")) for name in result.content["benches"]})
+    return in_order({name for arm in arms if arm.eval is not None for name in arm.eval.summary["benches"]})
 
 
-def score_cell(entry: Json | None, read: bool = False) -> Cell:
+def evaluated(arms: Sequence[Arm]) -> list[tuple[Arm, AnySummary]]:
+    """Arms with an evaluation, and its summary."""
+    return [(arm, arm.eval.summary) for arm in arms if arm.eval is not None]
+
+
+def score_cell(entry: Found | None, read: bool = False) -> Cell:
     """A headline with its 95 % interval, or mean ± standard deviation over checkpoints; with ``read``, the share of
     readable replies."""
     if entry is None:
@@ -51,7 +60,7 @@ def score_cell(entry: Json | None, read: bool = False) -> Cell:
     return Cell(number(value), (interval(entry["ci"]) + share).strip(), few, value)
 
 
-def effect_cell(effect: Json | None, read: bool = False) -> Cell:
+def effect_cell(effect: Found | None, read: bool = False) -> Cell:
     """Help or dependence in points with its interval and, with ``read``, the share of readable replies."""
     if effect is None:
         return Cell(DASH)
@@ -63,7 +72,7 @@ def effect_cell(effect: Json | None, read: bool = False) -> Cell:
     return Cell(number(effect["points"], sign=True), below.strip(), few, effect["points"])
 
 
-def difference_cell(entry: Json | None, p: bool = False) -> Cell:
+def difference_cell(entry: Found | None, p: bool = False) -> Cell:
     """A difference in points with its interval (over checkpoints: standard deviation). Between two models it is the
     gain by the paper's rule, of the displayed scores."""
     found = (entry or {}).get("difference")
@@ -79,7 +88,7 @@ def difference_cell(entry: Json | None, p: bool = False) -> Cell:
     return Cell(number(entry.get("gain", found), sign=True), below, few, found)
 
 
-def means(summary: Json) -> Json:
+def means(summary: AnySummary) -> Mapping[str, Found]:
     """Conditions of the five-task mean, or of the mean over whatever tasks there are; empty for neither."""
     return summary.get("five_task_mean") or summary.get("task_mean") or {}
 
@@ -91,17 +100,14 @@ def mean_title(tasks: Sequence[str], five: bool) -> str:
     )
 
 
-def last_tenth(result: Result | None, metric: str) -> Cell:
+def last_tenth(run: TrainingRun | None, metric: str) -> Cell:
     """Mean of a metric over the last tenth of the steps (at least one)."""
-    if result is None:
+    values = [value for step in run.steps if (value := step.get(metric)) is not None] if run is not None else []
+    last = values[-max(1, len(values) // 10) :]
+    if not last:
         return Cell(DASH)
-    with result.reading():
-        values = [step[metric] for step in result.content["steps"] if step.get(metric) is not None]
-        last = values[-max(1, len(values) // 10) :]
-        if not last:
-            return Cell(DASH)
-        mean = sum(last) / len(last)
-        return Cell(number(mean, 3), f"{len(last)} of {len(values)} steps", value=mean)
+    mean = sum(last) / len(last)
+    return Cell(number(mean, 3), f"{len(last)} of {len(values)} steps", value=mean)
 
 
 # ---------------------------------------------------------------------- benchmarks
@@ -111,15 +117,15 @@ def benchmarks(results: Results, published: Callable[[Sequence[str]], list[Any]]
     """Every score with what is needed to judge it. ``published`` makes the paper's columns for the benchmarks of which
     the published set was asked."""
     section = Section("benchmarks", "Benchmarks")
-    arms = results.having("eval")
     rows: list[list[Cell | str]] = []
     folds: list[Fold] = []
-    for arm in arms:
-        result = arm.results["eval"]
-        with result.reading():
-            rows += [_score_row(arm, name, entry) for name, entry in result.content["benches"].items()]
-            if fold := _details(arm, result.content):
-                folds.append(fold)
+    whole: set[str] = set()
+    for arm, summary in evaluated(results.arms):
+        for name, entry in summary["benches"].items():
+            rows.append(_score_row(arm, name, entry))
+            whole |= {name} if entry.get("not_published_set") == "" else set()
+        if fold := _details(arm, summary):
+            folds.append(fold)
     if rows:
         header = ["arm", "benchmark", "score, %", "metric", "answers read by", "K", "questions", "published set"]
         header += ["read, %", "unread", "errors"]
@@ -130,16 +136,11 @@ def benchmarks(results: Results, published: Callable[[Sequence[str]], list[Any]]
         section.widgets += [Table("Measured", header, rows, note), *folds]
     else:
         section.widgets += missing(EVAL)
-    whole = {name for arm in arms for name, entry in arm.results["eval"].content["benches"].items() if _whole(entry)}
     section.widgets += published(in_order(whole)) if whole else []
     return section
 
 
-def _whole(entry: Json) -> bool:
-    return entry.get("not_published_set", "not recorded") == ""
-
-
-def _score_row(arm: Arm, name: str, entry: Json) -> list[Cell | str]:
+def _score_row(arm: Arm, name: str, entry: Found) -> list[Cell | str]:
     row: list[Cell | str] = [arm.name, title(name), score_cell(entry), entry["metric"], entry["policy"]]
     why = entry.get("not_published_set", "not recorded")
     whole = f"no: {why}" if why else "yes"
@@ -150,7 +151,7 @@ def _score_row(arm: Arm, name: str, entry: Json) -> list[Cell | str]:
     return [*row, str(entry["latents"]), asked, whole, *counts]
 
 
-def _details(arm: Arm, summary: Json) -> Fold | None:
+def _details(arm: Arm, summary: AnySummary) -> Fold | None:
     found = tables.tables(summary)[-1]
     if not found.title.startswith("Details"):
         return None
@@ -166,13 +167,11 @@ def ablation(results: Results) -> Section:
     rows: list[list[Cell | str]] = []
     scores: list[list[Cell | str]] = []
     bars: dict[str, list[Bar]] = {}
-    for arm in results.having("eval"):
-        result = arm.results["eval"]
-        with result.reading():
-            for name, entry, conditions in _entries(result.content):
-                rows += _effect_rows(arm, name, entry, conditions)
-                scores += _condition_rows(arm, name, entry, conditions)
-            _bars(arm, result.content, bars)
+    for arm, summary in evaluated(results.arms):
+        for name, entry, conditions in _entries(summary):
+            rows += _effect_rows(arm, name, entry, conditions)
+            scores += _condition_rows(arm, name, entry, conditions)
+        _bars(arm, summary, bars)
     if not rows:
         section.widgets += missing(EVAL)
         return section
@@ -208,16 +207,19 @@ def _condition_header() -> list[str]:
     return ["arm", "benchmark", "own latents, %", *columns]
 
 
-def _entries(summary: Json) -> list[tuple[str, Json, Json]]:
+def _entries(summary: AnySummary) -> list[tuple[str, Found, Mapping[str, Found]]]:
     """(name, scores with own latents, conditions) of every benchmark and of their mean."""
-    found = [(title(name), entry, entry["ablation"]) for name, entry in summary["benches"].items()]
+    benches: Mapping[str, AnyBench] = {**summary["benches"]}
+    found: list[tuple[str, Found, Mapping[str, Found]]] = [
+        (title(name), entry, entry["ablation"]) for name, entry in benches.items()
+    ]
     own = means(summary).get("own")
     if own and len(own.get("tasks", ())) > 1:
         found.append((mean_title(own["tasks"], "five_task_mean" in summary), own, means(summary)))
     return [one for one in found if any(condition in one[2] for condition in ABLATIONS)]
 
 
-def _effect_rows(arm: Arm, name: str, entry: Json, conditions: Json) -> list[list[Cell | str]]:
+def _effect_rows(arm: Arm, name: str, entry: Found, conditions: Mapping[str, Found]) -> list[list[Cell | str]]:
     found = effects(conditions)
     row: list[Cell | str] = [arm.name, name, score_cell(entry, read=True)]
     for effect in TITLES:
@@ -227,7 +229,7 @@ def _effect_rows(arm: Arm, name: str, entry: Json, conditions: Json) -> list[lis
     return [row] if found else []
 
 
-def _condition_rows(arm: Arm, name: str, entry: Json, conditions: Json) -> list[list[Cell | str]]:
+def _condition_rows(arm: Arm, name: str, entry: Found, conditions: Mapping[str, Found]) -> list[list[Cell | str]]:
     row: list[Cell | str] = [arm.name, name, score_cell(entry)]
     for condition in ABLATIONS:
         cell = conditions.get(condition)
@@ -235,7 +237,7 @@ def _condition_rows(arm: Arm, name: str, entry: Json, conditions: Json) -> list[
     return [row]
 
 
-def _bars(arm: Arm, summary: Json, bars: dict[str, list[Bar]]) -> None:
+def _bars(arm: Arm, summary: AnySummary, bars: dict[str, list[Bar]]) -> None:
     for name, effect in effects(means(summary)).items():
         if "ci" in effect:
             low, high = effect["ci"]
@@ -256,12 +258,11 @@ def sweep(results: Results) -> Section:
     section = Section("sweep", "Latent budget")
     panels = []
     for arm in results.arms:
-        result = arm.get("sweep") or arm.get("eval")
-        if result is None or "sweep" not in result.content:
+        result = arm.sweep or arm.eval
+        if result is None or is_spread(result.summary) or "sweep" not in result.summary:
             continue
-        with result.reading():
-            if len(result.content["sweep"]["latents"]) > 2:  # K = 0 beside the trained K is the ablation above
-                panels.append((f"sweep-{arm.number}", arm.name, _sweep_parts(arm, result.content)))
+        if len(result.summary["sweep"]["latents"]) > 2:  # K = 0 beside the trained K is the ablation above
+            panels.append((f"sweep-{arm.number}", arm.name, _sweep_parts(arm, result.summary)))
     if panels:
         section.widgets.append(
             Text("The same checkpoint with other numbers of latents than the one it was trained with.")
@@ -272,7 +273,7 @@ def sweep(results: Results) -> Section:
     return section
 
 
-def _sweep_parts(arm: Arm, summary: Json) -> list[Any]:
+def _sweep_parts(arm: Arm, summary: Summary) -> list[Any]:
     found = summary["sweep"]
     budgets = [str(k) for k in found["latents"]]
     rows: list[list[Cell | str]] = []

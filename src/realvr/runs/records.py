@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from pydantic import ConfigDict, InstanceOf, TypeAdapter, ValidationError
+from pydantic import ConfigDict, InstanceOf, TypeAdapter, ValidationError, with_config
 
 from realvr.errors import UserError
 from realvr.runs.files import read_json, write_json
@@ -20,8 +20,8 @@ from realvr.runs.files import read_json, write_json
 T = TypeVar("T")
 Text = InstanceOf[str]
 """Any string; pydantic's own refuses half a surrogate pair, which a file name may hold."""
-OPEN = ConfigDict(extra="allow")
-"""``__pydantic_config__`` of a shape that keeps keys of later versions."""
+keeps_more = with_config(ConfigDict(extra="allow"))
+"""Decorator of a shape whose files may hold further keys, which are kept."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class ResultFile(Generic[T]):
     remedy: str
     version: int = 0
     check: Callable[[T], None] | None = field(default=None, repr=False)
+    author: str = "realvr"
+    """Who writes such files, in messages about damaged ones."""
 
     def load(self, path: Path) -> T:
         """The content of a file."""
@@ -45,14 +47,14 @@ class ResultFile(Generic[T]):
 
     def dump(self, path: Path, content: T) -> None:
         """Write a file, whole or not at all."""
-        self._validate(content)
+        self.validate(content)
         write_json(path, content)
 
     def parse(self, content: Any, path: Path) -> T:
         """JSON that was read from ``path``, as its type."""
         self._refuse_newer(content, path)
         try:
-            return self._validate(content)
+            return self.validate(content)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"]))
@@ -63,9 +65,10 @@ class ResultFile(Generic[T]):
             what = f"{_short(where)}: {first['msg']}" if where else str(first["msg"])
         except (ValueError, RecursionError, OverflowError) as error:
             what = str(error)
-        raise UserError(f"{path}: not what realvr writes ({what}); {self.remedy}")
+        raise UserError(f"{path}: not what {self.author} writes ({what}); {self.remedy}")
 
-    def _validate(self, content: Any) -> T:
+    def validate(self, content: Any) -> T:
+        """The content as its type; pydantic's ValidationError or ValueError where it is not."""
         found: T = self._adapter.validate_python(content, strict=True)
         if self.check is not None:
             self.check(found)
