@@ -7,7 +7,7 @@ from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
-from realvr.runs.records import ResultFile, Text, keeps_more
+from realvr.runs.records import ResultFile, Text
 
 
 class Rate(TypedDict):
@@ -73,7 +73,6 @@ class Distances(TypedDict):
     final_unrelated: Mean
 
 
-@keeps_more
 class Settings(TypedDict):
     """What decides the records of a run over pairs or questions."""
 
@@ -124,7 +123,6 @@ class Exchange(ExchangeNumbers):
     settings: NotRequired[Settings]
 
 
-@keeps_more
 class Grounding(TypedDict):
     questions: int
     latents: int

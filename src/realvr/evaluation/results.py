@@ -6,13 +6,14 @@ A summary is about one model (`Summary`) or about several checkpoints of one rec
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NotRequired
 
 from typing_extensions import TypedDict, TypeIs
 
 from realvr.runs.files import read_json
-from realvr.runs.records import ResultFile, Text, keeps_more
+from realvr.runs.records import ResultFile, Text
 
 VERSION = 2
 Ends = list[float | None]
@@ -76,7 +77,6 @@ class ConditionScore(Counts, Difference):
     readable: NotRequired[Difference]
 
 
-@keeps_more
 class BenchScore(Counts):
     """One benchmark with the model's own latents, and what it is compared with."""
 
@@ -101,8 +101,8 @@ class MeanScore(Difference):
     mean: float
     ci: Ends
     coverage: NotRequired[float]
-    tasks: list[Text]
-    complete: bool
+    tasks: NotRequired[list[Text]]
+    complete: NotRequired[bool]
     std: NotRequired[float | None]
     readable: NotRequired[Difference]
 
@@ -118,15 +118,14 @@ class Sweep(TypedDict):
     oracle: float
 
 
-@keeps_more
 class Summary(TypedDict):
     """``summary.json`` of one model."""
 
+    benches: dict[Text, BenchScore]
     version: NotRequired[int]
     trained_latents: int
     resamples: int
     seed: int
-    benches: dict[Text, BenchScore]
     without_own_latents: list[Text]
     not_begun: NotRequired[list[Text]]
     five_task_mean: NotRequired[dict[Text, MeanScore]]
@@ -150,7 +149,6 @@ class ConditionSpread(Deviation):
     tasks: NotRequired[list[Text]]
 
 
-@keeps_more
 class BenchSpread(Deviation):
     """One benchmark over several checkpoints."""
 
@@ -163,7 +161,6 @@ class BenchSpread(Deviation):
     effects: NotRequired[dict[Text, Effect]]
 
 
-@keeps_more
 class Spread(TypedDict):
     """``summary.json`` of several checkpoints, for instance training seeds."""
 
@@ -207,7 +204,12 @@ def load_summary(path: Path) -> AnySummary:
     return SPREAD_FILE.parse(content, path) if "checkpoints" in content else SUMMARY_FILE.parse(content, path)
 
 
-@keeps_more
+def checked(summary: Mapping[str, Any]) -> AnySummary:
+    """What scoring made, as it is going to be written."""
+    content = dict(summary)
+    return SPREAD_FILE.validate(content) if "checkpoints" in content else SUMMARY_FILE.validate(content)
+
+
 class Answering(TypedDict):
     """What answered. A responder of one's own may say more, or less."""
 
@@ -218,7 +220,6 @@ class Answering(TypedDict):
     sampling: NotRequired[dict[Text, Any] | None]
 
 
-@keeps_more
 class Asked(TypedDict):
     """One set of questions."""
 
@@ -233,7 +234,6 @@ class Asked(TypedDict):
     sha256: NotRequired[Text | None]
 
 
-@keeps_more
 class EvalRecord(TypedDict):
     """``eval.json``: what the predictions beside it were made with. Records of earlier versions lack sections."""
 

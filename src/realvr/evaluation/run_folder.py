@@ -8,18 +8,18 @@ import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from realvr.errors import UserError
 from realvr.evaluation.records import PREDICTIONS
-from realvr.runs.files import differences, read_json, write_json
+from realvr.evaluation.results import EVAL_FILE, EvalRecord
+from realvr.runs.files import differences
 
 if TYPE_CHECKING:
     from realvr.evaluation.responder import Responder
 
 RECORD = "eval.json"
 _COMPARED = ("responder", "benches", "settings")
-_SECTIONS = (*_COMPARED, "expected", "versions", "run", "sets")
 
 
 def claim(directory: Path, record: Mapping[str, Any]) -> bool:
@@ -31,7 +31,7 @@ def claim(directory: Path, record: Mapping[str, Any]) -> bool:
     if not path.exists():
         if (directory / PREDICTIONS).exists():
             raise UserError(f"{directory} holds {PREDICTIONS} without {RECORD}; name another --out")
-        write_json(path, record)
+        EVAL_FILE.dump(path, cast(EvalRecord, record))
         return False
     earlier, now = _fixed(read_record(directory)), _fixed(json.loads(json.dumps(record)))
     found = [line for part in _COMPARED for line in differences(earlier.get(part, {}), now.get(part, {}), part)]
@@ -49,29 +49,21 @@ def claim(directory: Path, record: Mapping[str, Any]) -> bool:
     return True
 
 
-def _extend(path: Path, now: Mapping[str, Any]) -> None:
+def _extend(path: Path, now: dict[str, Any]) -> None:
     """Add what records of earlier versions lack: the facts about the sets, and conditions that were added since."""
-    earlier = read_json(path)
+    earlier: dict[str, Any] = {**EVAL_FILE.load(path)}
     conditions = now.get("settings", {}).get("conditions")
     if earlier.get("sets") != now.get("sets") or earlier.get("settings", {}).get("conditions") != conditions:
         settings = earlier.get("settings", {}) | {"conditions": conditions}
-        write_json(path, earlier | {"sets": now.get("sets", {}), "settings": settings})
+        EVAL_FILE.dump(path, cast(EvalRecord, earlier | {"sets": now.get("sets", {}), "settings": settings}))
 
 
-def read_record(directory: str | Path) -> dict[str, Any]:
+def read_record(directory: str | Path) -> EvalRecord:
     """The record of a directory."""
-    path = Path(directory) / RECORD
-    record = read_json(path)
-    inside = [(name, record[name]) for name in _SECTIONS if name in record]
-    benches = record.get("benches")
-    inside += [(f"benches.{name}", facts) for name, facts in benches.items()] if isinstance(benches, dict) else []
-    for name, value in inside:
-        if not isinstance(value, dict):
-            raise UserError(f"{path}: damaged ({name} is no object); name another --out")
-    return record
+    return EVAL_FILE.load(Path(directory) / RECORD)
 
 
-def _fixed(record: dict[str, Any]) -> dict[str, Any]:
+def _fixed(record: Mapping[str, Any]) -> dict[str, Any]:
     """The record without what may change: a model known by its weights, or a dataset, may have been moved; conditions
     follow from the other settings, and a run that lacks one of today's gets it."""
     responder = dict(record.get("responder", {}))
@@ -83,7 +75,7 @@ def _fixed(record: dict[str, Any]) -> dict[str, Any]:
         for name, facts in record.get("benches", {}).items()
     }
     settings = {name: value for name, value in record.get("settings", {}).items() if name != "conditions"}
-    return record | {"responder": responder, "benches": benches, "settings": settings}
+    return {**record, "responder": responder, "benches": benches, "settings": settings}
 
 
 def _renamed(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -16,6 +16,7 @@ from typing import Any
 from realvr.answers.extract import POLICIES
 from realvr.errors import UserError
 from realvr.evaluation.published import Row
+from realvr.evaluation.results import checked
 from realvr.evaluation.rules import five_title
 from realvr.evaluation.tables import PUBLISHED, markdown, published_mean, published_value
 from realvr.runs.files import write_atomically
@@ -42,7 +43,7 @@ def write_summary(
 ) -> list[Path]:
     """The three files, each replaced as a whole; ``policy`` names one that is not the run's own."""
     texts = {
-        "json": json.dumps(summary, indent=2, ensure_ascii=False) + "\n",
+        "json": json.dumps(checked(summary), indent=2, ensure_ascii=False) + "\n",
         "md": markdown(summary, beside),
         "csv": csv(summary, beside),
     }

@@ -9,7 +9,7 @@ from typing import Any, NotRequired
 from typing_extensions import TypedDict
 
 from realvr.evaluation.results import AnySummary, EvalRecord
-from realvr.runs.records import ResultFile, Text, keeps_more
+from realvr.runs.records import ResultFile, Text
 from realvr.training.records import TrainingRun
 
 Json = dict[str, Any]
@@ -102,7 +102,6 @@ class Results:
     """The policy that was asked for; None: each run's own."""
 
 
-@keeps_more
 class ArmEntry(TypedDict):
     """An arm in ``demo.json``: folders relative to the file, by kind; further keys are names of diagnostics."""
 

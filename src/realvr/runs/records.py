@@ -6,13 +6,14 @@ mypy knows its keys. What a file is damaged in is one line that names the file. 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from pydantic import ConfigDict, InstanceOf, TypeAdapter, ValidationError, with_config
+from pydantic import InstanceOf, TypeAdapter, ValidationError
 
 from realvr.errors import UserError
 from realvr.runs.files import read_json, write_json
@@ -20,8 +21,6 @@ from realvr.runs.files import read_json, write_json
 T = TypeVar("T")
 Text = InstanceOf[str]
 """Any string; pydantic's own refuses half a surrogate pair, which a file name may hold."""
-keeps_more = with_config(ConfigDict(extra="allow"))
-"""Decorator of a shape whose files may hold further keys, which are kept."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class ResultFile(Generic[T]):
 
     def dump(self, path: Path, content: T) -> None:
         """Write a file, whole or not at all."""
-        self.validate(content)
+        self.validate(json.loads(json.dumps(content)))  # as it will be read
         write_json(path, content)
 
     def parse(self, content: Any, path: Path) -> T:
@@ -68,11 +67,11 @@ class ResultFile(Generic[T]):
         raise UserError(f"{path}: not what {self.author} writes ({what}); {self.remedy}")
 
     def validate(self, content: Any) -> T:
-        """The content as its type; pydantic's ValidationError or ValueError where it is not."""
-        found: T = self._adapter.validate_python(content, strict=True)
+        """The same content as its type, further keys included; ValueError where it is not of that type."""
+        self._adapter.validate_python(content, strict=True)
         if self.check is not None:
-            self.check(found)
-        return found
+            self.check(content)
+        return content  # type: ignore[no-any-return]
 
     @cached_property
     def _adapter(self) -> TypeAdapter[T]:
