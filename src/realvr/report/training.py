@@ -22,8 +22,13 @@ def training(results: Results) -> Section:
     for arm in results.arms:
         if arm.train is not None:
             by_title.setdefault(arm.train.about["title"], []).append((arm, arm.train))
-    for place, (title, runs) in enumerate((title, runs) for title, runs in by_title.items() if runs):
-        section.widgets += [Text(title, "heading"), *_stage(title, str(place), runs)]
+    seen: list[str] = []
+    for title, runs in by_title.items():
+        if runs:
+            stage = runs[0][1].about["stage"]
+            id = f"{stage}-{len(seen)}" if stage in seen else stage
+            seen.append(stage)
+            section.widgets += [Text(title, "heading"), *_stage(title, id, runs)]
     if not section.widgets:
         section.widgets += missing(COMMAND)
     return section
