@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from realvr.errors import UserError
-from realvr.runs.journal import json_line
+from realvr.runs.journal import Kind, json_line, records_of
 
 PREDICTIONS = "predictions.jsonl"
 Condition = Literal["own", "mean", "other", "noise"]
@@ -89,36 +88,26 @@ def _fits(value: Any, kind: Any) -> bool:
     return type(value) is kind or (kind is float and type(value) is int)
 
 
+def _parse(line: bytes) -> Prediction:
+    row: dict[str, Any] = json.loads(line)
+    known = {name: value for name, value in row.items() if name in _TYPES}
+    if odd := [name for name, value in known.items() if not _fits(value, _TYPES[name])]:
+        raise ValueError(f"{odd[0]} is {str(known[odd[0]])[:60]!r}")
+    return Prediction(**known)
+
+
+KIND: Kind[Prediction] = Kind(
+    key=lambda prediction: prediction.key, parse=_parse, line=Prediction.to_json, what="a prediction", again="ask again"
+)
+"""Predictions as records of a journal."""
+
+
 def read_predictions(path: str | Path) -> Iterator[Prediction]:
     """Predictions of a file, in order. A last line without a line break, as a kill leaves it, is left out.
 
     A key that occurs twice counts once: the first line stands.
     """
-    path = Path(path)
-    seen: set[tuple[str, str, str, int, int]] = set()
-    try:
-        source = path.open("rb")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
-    with source:
-        for number, line in enumerate(source, 1):
-            if not line.endswith(b"\n"):
-                break
-            found = _prediction(line, path, number)
-            if found.key not in seen:
-                seen.add(found.key)
-                yield found
-
-
-def _prediction(line: bytes, path: Path, number: int) -> Prediction:
-    try:
-        row: dict[str, Any] = json.loads(line)
-        known = {name: value for name, value in row.items() if name in _TYPES}
-        if odd := [name for name, value in known.items() if not _fits(value, _TYPES[name])]:
-            raise ValueError(f"{odd[0]} is {str(known[odd[0]])[:60]!r}")
-        return Prediction(**known)
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path}, line {number}: not a prediction ({error}); delete the line to ask again") from None
+    return records_of(Path(path), KIND)
 
 
 def write_predictions(path: str | Path, predictions: Iterable[Prediction]) -> None:

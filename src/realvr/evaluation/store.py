@@ -1,49 +1,35 @@
-"""``predictions.jsonl`` while it grows: safe against a kill at any byte, resumable, shared by several processes.
-
-One process appends to ``predictions.jsonl`` itself. Of several, process r appends to ``predictions.rank{r}.jsonl``; the
-files become one when the run ends, and when it starts again, with whatever number of processes. Nothing here imports
-torch.
-"""
+"""``predictions.jsonl`` while it grows: a journal (`realvr.runs.journal`) of which only the keys stay in memory."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 from realvr.errors import UserError
-from realvr.evaluation.records import PREDICTIONS, Prediction, read_predictions
-from realvr.runs.files import write_atomically
-from realvr.runs.journal import trim
+from realvr.evaluation.records import KIND, PREDICTIONS, Prediction, read_predictions
+from realvr.runs import journal
 
 Key = tuple[str, str, str, int, int]
 """(bench, question, condition, latents, seed), see `Prediction.key`."""
-_PARTS = "predictions.rank*.jsonl"
 
 
 def merge(directory: Path, order: Sequence[Key] | None = None) -> int:
     """Make one file of all; returns how many predictions it holds. ``order`` sorts them by key.
 
-    Killed in between, the parts are still there, and lines that are in two files count once.
+    What a killed process left half-written goes.
     """
-    whole, parts = directory / PREDICTIONS, sorted(directory.glob(_PARTS))
-    files = [file for file in (whole, *parts) if file.exists()]
-    for file in files:
-        trim(file)
-    lines: dict[Key, str] = {}
-    for file in files:
-        for prediction in read_predictions(file):
-            lines.setdefault(prediction.key, prediction.to_json() + "\n")
-    if order is not None:
-        places = {key: place for place, key in enumerate(order)}
-        lines = {key: lines[key] for key in sorted(lines, key=lambda key: places.get(key, len(places)))}
-    if parts or order is not None:
-        write_atomically(whole, "".join(lines.values()))
-    for file in (*parts, *directory.glob("predictions*.tmp"), *directory.glob("latents/*/*.safetensors.tmp")):
+    path = directory / PREDICTIONS
+    if path.exists():
+        journal.trim(path)
+    places = {key: place for place, key in enumerate(order or ())}
+
+    def place(prediction: Prediction) -> int:
+        return places.get(prediction.key, len(places))
+
+    count = journal.merge(path, KIND, None if order is None else place)
+    for file in (*directory.glob("predictions*.tmp"), *directory.glob("latents/*/*.safetensors.tmp")):
         file.unlink()
-    return len(lines)
+    return count
 
 
 class Store:
@@ -51,15 +37,14 @@ class Store:
 
     def __init__(self, directory: str | Path, rank: int = 0, world: int = 1) -> None:
         self.directory = Path(directory)
-        self.path = self.directory / (PREDICTIONS if world == 1 else f"predictions.rank{rank}.jsonl")
         self.done: dict[Key, str | None] = {}
         """Keys that have been answered, with the error where there was one."""
         whole = self.directory / PREDICTIONS
         if whole.exists():
-            self._note(read_predictions(whole))
-        self._file: IO[bytes] = self.path.open("ab")
+            self._remember(read_predictions(whole))
+        self._file = journal.Appender(journal.own_file(whole, rank, world))
 
-    def _note(self, predictions: Iterable[Prediction]) -> None:
+    def _remember(self, predictions: Iterable[Prediction]) -> None:
         for prediction in predictions:
             self.done[prediction.key] = prediction.error
 
@@ -69,14 +54,11 @@ class Store:
         if not new:
             return
         try:
-            self._file.write("".join(prediction.to_json() + "\n" for prediction in new).encode())
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            self._file.write(prediction.to_json() for prediction in new)
         except OSError as error:
-            raise UserError(f"{self.path}: cannot be written ({error.strerror or error})") from None
-        self._note(new)
+            raise UserError(f"{self._file.path}: cannot be written ({error.strerror or error})") from None
+        self._remember(new)
 
     def close(self) -> None:
-        """Close the file. Everything was synced when it was appended: what fails now failed then."""
-        with suppress(OSError):
-            self._file.close()
+        """Close the file."""
+        self._file.close()

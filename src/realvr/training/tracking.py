@@ -6,21 +6,21 @@ import json
 import math
 import os
 import re
-import sys
 import time
 from collections import deque
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from realvr.runs.files import naming, write_atomically
+from realvr.runs.guard import note
+from realvr.runs.journal import Appender, keep_lines
 from realvr.runs.progress import Ticker, duration
 from realvr.training.sections import LogSettings
 
@@ -54,8 +54,8 @@ class Tracker:
         if not self.console.is_terminal and "COLUMNS" not in os.environ:
             self.console.width = _WIDTH
         self.last: dict[str, Any] = {}
-        self._metrics: TextIO | None = None
-        self._completions: TextIO | None = None
+        self._metrics: Appender | None = None
+        self._completions: Appender | None = None
         self._board: Any = None
         self._bar: Progress | None = None
         self._durations: deque[float] = deque(maxlen=20)
@@ -68,8 +68,8 @@ class Tracker:
         self.out.mkdir(parents=True, exist_ok=True)
         self.last = truncate(self.out / "metrics.jsonl", step)
         truncate(self.out / "completions.jsonl", step)
-        self._metrics = (self.out / "metrics.jsonl").open("a", encoding="utf-8")
-        self._completions = (self.out / "completions.jsonl").open("a", encoding="utf-8")
+        self._metrics = Appender(self.out / "metrics.jsonl")
+        self._completions = Appender(self.out / "completions.jsonl")
         if self.settings.tensorboard:
             from realvr.training.board import Board
 
@@ -135,11 +135,9 @@ class Tracker:
         if self.active:
             self.console.print(text, highlight=False, markup=False)
 
-    def _write(self, file: TextIO | None, value: dict[str, Any]) -> None:
+    def _write(self, file: Appender | None, value: dict[str, Any]) -> None:
         assert file is not None
-        with naming(file.name):
-            file.write(json.dumps(value, ensure_ascii=True, allow_nan=False) + "\n")
-            file.flush()
+        file.write([json.dumps(value, ensure_ascii=True, allow_nan=False)], sync=False)
 
     def close(self) -> None:
         """Finish the files and the display."""
@@ -167,24 +165,21 @@ def truncate(path: Path, step: int) -> dict[str, Any]:
     """
     if not path.exists():
         return {}
-    kept: list[bytes] = []
     last: dict[str, Any] = {}
-    whole, damaged = True, 0
-    with naming(path):
-        lines = path.read_bytes().split(b"\n")
-    cut_short = lines.pop()  # nothing, where the last line is whole
-    for line in lines:
+    damaged = 0
+
+    def wanted(line: bytes) -> bool:
+        nonlocal last, damaged
         value = _parsed(line)
+        damaged += value is None
         if value is None or value["step"] > step:
-            damaged += value is None
-            whole = False
-            continue
-        kept.append(line + b"\n")
+            return False
         last = value
+        return True
+
+    keep_lines(path, wanted)
     if damaged:
-        print(f"realvr: note: {path}: dropped {damaged} lines that are no records of a step", file=sys.stderr)
-    if not whole or cut_short:
-        write_atomically(path, b"".join(kept))
+        note(f"{path}: dropped {damaged} lines that are no records of a step")
     return last
 
 
