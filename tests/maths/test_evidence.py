@@ -359,3 +359,10 @@ def test_pool_does_not_depend_on_the_order_of_tokens(seed: int, order: list[int]
     tokens = normal(N, D, seed=seed)
     mask = torch.rand(N, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     torch.testing.assert_close(evidence.pool(tokens[order], mask[order]), evidence.pool(tokens, mask))
+
+
+def test_the_batch_mean_divides_by_the_examples_of_the_step() -> None:
+    losses = torch.tensor([1.0, 0.0, 5.0], dtype=torch.float64)
+    assert evidence.batch_mean(losses).item() == pytest.approx(2.0)
+    assert evidence.batch_mean(losses, 12.0).item() == pytest.approx(0.5)
+    assert evidence.batch_mean(losses[:0]).item() == 0.0

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import realvr.maths
 
 PACKAGE = Path(realvr.maths.__file__).parent
@@ -43,14 +45,12 @@ def imports(modules: list[str], preload: list[str]) -> tuple[set[str], set[str]]
 
 def foreign(names: set[str], *allowed: str) -> set[str]:
     """Names that are neither of the standard library, nor of this package, nor allowed."""
-    known = {*sys.stdlib_module_names, *allowed}
-    return {n for n in names if n.partition(".")[0] not in known and not (n + ".").startswith("realvr.maths.")} - {
-        "realvr"
-    }
+    known, own = {*sys.stdlib_module_names, *allowed}, ("realvr.maths.", "realvr.answers.")
+    return {n for n in names if n.partition(".")[0] not in known and not f"{n}.".startswith(own)} - {"realvr"}
 
 
 def test_the_list_of_modules_is_complete() -> None:
-    assert {"answers", "credit", "evidence", "grpo", "reconstruction"} <= {m.rpartition(".")[2] for m in MODULES}
+    assert {"credit", "evidence", "grpo", "reconstruction"} <= {m.rpartition(".")[2] for m in MODULES}
 
 
 def test_only_torch_and_the_standard_library() -> None:
@@ -69,3 +69,21 @@ def test_answers_need_no_torch() -> None:
 def test_the_check_would_notice_a_foreign_package() -> None:
     asked, _ = imports(["realvr.imaging.processing"], preload=["torch"])
     assert foreign(asked, "torch")
+
+
+def test_the_old_home_of_the_answers_still_works() -> None:
+    from realvr.maths import answers
+
+    with pytest.deprecated_call(match="realvr.answers"):
+        assert answers.parse("so <answer>B</answer>", ["red", "blue"]) == "B"
+    with pytest.raises(AttributeError):
+        answers.nothing  # noqa: B018
+
+
+def test_names_of_the_latent_span_still_work() -> None:
+    from realvr import latent
+    from realvr.latent.span import decoder_pass
+
+    assert callable(latent.rollout) and callable(latent.trajectory) and callable(latent.think)
+    with pytest.deprecated_call(match="decoder_pass"):
+        assert latent.advance is decoder_pass

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from realvr.maths import objective
 from realvr.maths import reconstruction as stage1
 
 D = 4
@@ -163,7 +164,25 @@ def test_next_token_parts_equal_the_whole() -> None:
     torch.testing.assert_close(parts[0] + parts[1], stage1.cross_entropy(logits, labels))
 
 
+def test_next_token_is_the_mean_over_all_tokens_or_those_of_the_step() -> None:
+    logp = torch.tensor([-1.0, -2.0, -6.0], dtype=torch.float64)
+    assert stage1.next_token(logp).item() == pytest.approx(3.0)
+    assert stage1.next_token(logp, torch.tensor([True, False, True])).item() == pytest.approx(3.5)
+    assert stage1.next_token(logp, denominator=18).item() == pytest.approx(0.5)
+    assert stage1.next_token(logp, torch.zeros(3, dtype=torch.bool)).item() == 0.0
+    assert stage1.next_token(logp[:0]).item() == 0.0
+
+
 def test_stage_1_adds_a_tenth_of_the_reconstruction() -> None:
+    """As Stage 1 adds them, and by the older name, which warns."""
     ce, rec = torch.tensor(2.0, dtype=torch.float64), torch.tensor(3.0, dtype=torch.float64)
-    assert stage1.stage1(ce, rec).item() == pytest.approx(2.3)
-    assert stage1.stage1(ce, rec, weight=0.0).item() == 2.0
+    assert objective.total({"next_token": (1.0, ce), "reconstruction": (0.1, rec)}).item() == pytest.approx(2.3)
+    with pytest.deprecated_call(match="objective.total"):
+        assert stage1.stage1(ce, rec).item() == pytest.approx(2.3)
+    with pytest.deprecated_call(match="objective.total"):
+        assert stage1.stage1(ce, rec, weight=0.0).item() == 2.0
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        stage1.nothing  # noqa: B018

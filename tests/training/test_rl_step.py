@@ -605,6 +605,7 @@ def test_metrics(exact: Pair, data: Data) -> None:
         "evidence/active_hinge": sum(g < 0.5 for g in margins) / len(margins),
         "evidence/undefined": 0.0,
         "evidence/credit_mass": sum(float(gamma.sum()) for gamma in expected.credit) / 2,
+        "evidence/unassigned_weight": sum((1 - 0.3) * (1 - float(gamma.sum())) for gamma in expected.credit) / 2,
         "evidence/readout_mass": sum(float(r[0].sum()) for r in expected.readouts) / 2,
         "evidence/has_wrong_answer": 0.5,
         "evidence/negatives_used": sum(NEGATIVES) / 2,

@@ -14,6 +14,7 @@ _HOME = {
     "think": "realvr.latent.span",
     "token_logprobs": "realvr.latent.span",
     "Memory": "realvr.latent.recurrence",
+    "regenerate": "realvr.latent.recurrence",
     "trajectory": "realvr.latent.recurrence",
     "Completion": "realvr.latent.group_rollout",
     "Rollout": "realvr.latent.group_rollout",

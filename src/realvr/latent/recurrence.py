@@ -21,6 +21,14 @@ from realvr.latent.state import State
 Memory = Literal["cached", "checkpointed-prefill", "checkpointed"]
 
 
+def regenerate(
+    backbone: Backbone, prompt: State, latents: int | None = None, *, memory: Memory = "cached"
+) -> tuple[State, Tensor]:
+    """K latent steps from the state of a prompt, with gradients through each of them; the state after the span and z
+    (B, K, D). Stage 2 calls this: one differentiable prefill serves more than the trajectory."""
+    return think(backbone, prompt, latents, checkpointed=memory == "checkpointed")
+
+
 def trajectory(
     backbone: Backbone,
     batch: Batch,
@@ -29,12 +37,9 @@ def trajectory(
     latents: int | None = None,
     memory: Memory = "cached",
 ) -> tuple[State, State, Tensor]:
-    """Prefill and K latent steps; returns the state of the prompt, the state after the span, and z (B, K, D).
-
-    The prompt's state is returned too because one differentiable prefill serves more than the trajectory.
-    """
+    """Prefill, then ``regenerate``: the state of the prompt, the state after the span, and z (B, K, D)."""
     if memory not in get_args(Memory):
         raise UserError(f"memory is '{memory}': choose one of {', '.join(get_args(Memory))}")
     prompt, _ = prefill(backbone, batch, visual, checkpointed=memory != "cached")
-    after, z_BKD = think(backbone, prompt, latents, checkpointed=memory == "checkpointed")
+    after, z_BKD = regenerate(backbone, prompt, latents, memory=memory)
     return prompt, after, z_BKD

@@ -1,8 +1,9 @@
 """What a latent should preserve: prototypes, margins and the evidence loss.
 
 Implements ``Pool`` and ``g_t`` (sec:method_evidence_target, app:construction-prototypes), the per-example loss
-eq:realvr_batch_evidence, the violation ``h_t`` (app:gradient-undetached), both losses of eq:where-what-losses
-(app:mass-matched-factorial) and the "no negatives" row of tab:mablation.
+eq:realvr_batch_evidence and its mean over a batch (sec:method_objective), the violation ``h_t``
+(app:gradient-undetached), both losses of eq:where-what-losses (app:mass-matched-factorial) and the "no negatives" row
+of tab:mablation.
 
 Departures from the paper, and what it leaves open:
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from realvr.maths.precision import at_least_float32, masked
+from realvr.maths.precision import at_least_float32, masked, safe_divide
 
 
 def pool(tokens_ND: Tensor, mask_N: Tensor | None = None, eps: float = 1e-6) -> Tensor:
@@ -101,6 +102,9 @@ def margin(z_BKD: Tensor, positive_BD: Tensor, negatives_BMD: Tensor, valid_BM: 
     return masked(g_BK, defined(positive_BD, negatives_BMD, valid_BM)[:, None])
 
 
+_margin = margin  # ``loss`` has a parameter of that name
+
+
 def violation(score_BK: Tensor, margin: float) -> Tensor:
     """``h_t = [m - g_t]+`` (B, K). ``score`` is the margin ``g_t``, or the cosine with ``p+`` without negatives."""
     if not 0 < margin <= 2:
@@ -131,8 +135,8 @@ def loss(
     Prototypes are constants. An example without a margin contributes exactly zero, connected to the graph.
     """
     positive, negatives = positive_BD.detach(), negatives_BMD.detach()
-    g_BK = similarity(z_BKD, positive) - hardest(z_BKD, negatives, valid_BM)
-    total_B = weighted(violation(g_BK, margin), weights_BK, detach)
+    violation_BK = violation(_margin(z_BKD, positive, negatives, valid_BM), margin)
+    total_B = weighted(violation_BK, weights_BK, detach)
     return masked(total_B, defined(positive, negatives, valid_BM))
 
 
@@ -150,3 +154,9 @@ def alignment_loss(z_BKD: Tensor, positive_BD: Tensor, weights_BK: Tensor, *, de
     positive = positive_BD.detach()
     total_B = weighted(1 - similarity(z_BKD, positive), weights_BK, detach)
     return masked(total_B, nonzero(positive))
+
+
+def batch_mean(losses_B: Tensor, examples: Tensor | float | None = None) -> Tensor:
+    """``L_ev``, a scalar: mean of the examples' losses; ``examples`` are those of the whole optimizer step (default:
+    of this call)."""
+    return safe_divide(at_least_float32(losses_B).sum(), len(losses_B) if examples is None else examples)

@@ -1,6 +1,6 @@
-"""Stage 1: visual reconstruction under teacher forcing, next-token loss, and their sum.
+"""Stage 1: visual reconstruction under teacher forcing, and the next-token loss.
 
-Implements eq:lvr_rec (sec:prelim_vanilla_objective) and the Stage-1 loss described there and in tab:hp-sft.
+Implements eq:lvr_rec (sec:prelim_vanilla_objective) and the next-token loss named there. ``objective.total`` adds them.
 
 Departures from the paper, and what it leaves open:
 
@@ -14,16 +14,15 @@ Departures from the paper, and what it leaves open:
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from realvr.maths import deprecated
 from realvr.maths.precision import at_least_float32, masked, safe_divide
 
 Reduction = Literal["mean", "sum"]
-IGNORE = -100
-"""Label of a position that carries no next-token loss."""
 
 
 def per_example(
@@ -62,24 +61,13 @@ def reconstruction(
     return safe_divide(losses_E.sum(), denominator)
 
 
-def next_token(logp: Tensor, mask: Tensor, denominator: Tensor | float | None = None) -> Tensor:
-    """Next-token loss, a scalar: minus the mean log-probability (..., S) over the tokens in ``mask`` (..., S)."""
-    kept = masked(at_least_float32(logp), mask)
-    return safe_divide(-kept.sum(), mask.bool().sum() if denominator is None else denominator)
-
-
-def cross_entropy(logits: Tensor, labels: Tensor, denominator: Tensor | float | None = None) -> Tensor:
-    """The same from logits (..., V) and labels (...), aligned: logits i predict label i; ``IGNORE`` is skipped."""
-    mask = labels != IGNORE
-    # Ignored rows may hold anything: they are cleared before the softmax, not after.
-    clean = masked(at_least_float32(logits), mask[..., None])
-    logp = clean.log_softmax(-1).gather(-1, masked(labels, mask)[..., None])[..., 0]
-    return next_token(logp, mask, denominator)
-
-
-def stage1(next_token: Tensor, reconstruction: Tensor, weight: float = 0.1) -> Tensor:
-    """Stage-1 loss: next-token loss plus ``weight`` times the reconstruction loss."""
-    return at_least_float32(next_token) + weight * at_least_float32(reconstruction)
+def next_token(logp: Tensor, mask: Tensor | None = None, denominator: Tensor | float | None = None) -> Tensor:
+    """Next-token loss, a scalar: minus the mean log-probability (..., S) over the tokens in ``mask`` (default: all)."""
+    logp = at_least_float32(logp)
+    kept = logp if mask is None else masked(logp, mask)
+    if denominator is None:
+        denominator = logp.numel() if mask is None else mask.bool().sum()
+    return safe_divide(-kept.sum(), denominator)
 
 
 def _members(example_N: Tensor, examples: int) -> Tensor:
@@ -87,3 +75,7 @@ def _members(example_N: Tensor, examples: int) -> Tensor:
     if ((example_N < 0) | (example_N >= examples)).any():
         raise ValueError(f"a slot belongs to none of the {examples} examples")
     return example_N == torch.arange(examples, device=example_N.device)[:, None]
+
+
+def __getattr__(name: str) -> Any:
+    return deprecated.find("reconstruction", name)

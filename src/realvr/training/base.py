@@ -27,6 +27,7 @@ from realvr.data.wording import spelled_out
 from realvr.errors import UserError
 from realvr.imaging.types import Grid
 from realvr.latent.span import decoder_pass, token_logprobs
+from realvr.maths import objective, reconstruction
 from realvr.training.dropping import Draws
 from realvr.training.examples import Encoder, share_of_batch
 from realvr.training.prefetch import parallel_map, prefetch
@@ -83,15 +84,13 @@ class BaseStep(nn.Module):
         predicting = hidden[rows.predict_M2[:, 0], rows.predict_M2[:, 1]]
         logp, _ = token_logprobs(self.backbone, predicting, rows.labels_M)
         losses = {
-            "next_token": -torch.where(micro.caption_M, 0.0, logp).sum() / micro.totals["next_token"],
-            "caption": -torch.where(micro.caption_M, logp, 0.0).sum() / micro.totals["caption"],
+            "next_token": reconstruction.next_token(logp, ~micro.caption_M, micro.totals["next_token"]),
+            "caption": reconstruction.next_token(logp, micro.caption_M, micro.totals["caption"]),
             "dense": self._dense(visual.features_ND, micro),
             "feature_norm": _norm_error(visual.features_ND) / micro.totals["visual"],
         }
-        loss = hidden.sum() * 0.0 + visual.features_ND.sum() * 0.0
-        for name, value in losses.items():
-            if term in (None, name):
-                loss = loss + self.weights[name] * value
+        terms = {name: (self.weights[name], value) for name, value in losses.items() if term in (None, name)}
+        loss = objective.total(terms) + hidden.sum() * 0.0 + visual.features_ND.sum() * 0.0
         share = torch.tensor(len(rows.names) / micro.totals["examples"], device=loss.device)
         metrics: Metrics = {f"loss/{name}": (value.detach().float(), share) for name, value in losses.items()}
         metrics["loss"] = (loss.detach().float(), share)

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from realvr.backbone.attention import Probe
 from realvr.backbone.backbone import Backbone, VisualTokens
 from realvr.backbone.batch import Batch
-from realvr.latent.recurrence import Memory
-from realvr.latent.span import decoder_pass, prefill, score, splice, think
+from realvr.latent.recurrence import Memory, regenerate
+from realvr.latent.span import decoder_pass, prefill, score, splice
 from realvr.latent.state import State
-from realvr.maths import credit, evidence, grpo
+from realvr.maths import credit, evidence, grpo, objective
 from realvr.training.task import Metrics
 
 Routing = Literal["selective", "raw", "uniform"]
@@ -88,27 +88,23 @@ class RlStep(nn.Module):
         options = self.options
         with_evidence = options.lambda_ev != 0 and micro.latents_BKD.shape[1] > 0 and term != "policy"
         prompt, _ = prefill(self.backbone, micro.batch, micro.visual, checkpointed=options.memory != "cached")
-        loss = prompt.last_BD.sum() * 0.0
+        terms: dict[str, tuple[float, Tensor]] = {"connected": (0.0, prompt.last_BD.sum())}
         metrics: Metrics = {}
         checkpointed = options.memory != "cached"
         replayed, states_BKD = splice(self.backbone, prompt, micro.latents_BKD, checkpointed=checkpointed)
         if term != "evidence":
             policy = self._policy(micro, replayed, metrics)
-            loss = loss + policy
+            terms["policy"] = 1.0, policy
             metrics["loss/policy"] = _share(policy, micro)
         if with_evidence:
             if options.on_policy:
-                after, z_BKD = think(
-                    self.backbone,
-                    prompt,
-                    micro.latents_BKD.shape[1],
-                    checkpointed=options.memory == "checkpointed",
-                )
+                after, z_BKD = regenerate(self.backbone, prompt, micro.latents_BKD.shape[1], memory=options.memory)
             else:  # states of one parallel pass over the saved latents: no recurrence
                 after, z_BKD = replayed, states_BKD
             value = self._evidence(micro, after, z_BKD, metrics)
-            loss = loss + options.lambda_ev * value
+            terms["evidence"] = options.lambda_ev, value
             metrics["loss/evidence"] = _share(value, micro)
+        loss = objective.total(terms)
         metrics["loss"] = _share(loss, micro)
         return loss, metrics
 
@@ -163,7 +159,7 @@ class RlStep(nn.Module):
             losses = evidence.alignment_loss(z_BKD, positive, weights, detach=options.detach)
         with torch.no_grad():
             self._record(micro, z_BKD.detach(), r_pos.detach(), gamma.detach(), metrics)
-        return losses.sum() / micro.prompts_total
+        return evidence.batch_mean(losses, micro.prompts_total)
 
     def _credit(self, micro: RlBatch, after: State) -> tuple[Tensor, Tensor]:
         """Readout of the correct answer (B, K) and the credit (B, K), from one pass over all answers as branches."""
@@ -218,6 +214,9 @@ class RlStep(nn.Module):
         metrics["evidence/active_hinge"] = _mean((score_BK < goal).float(), own)
         metrics["evidence/undefined"] = _mean((~own[:, 0]).float())
         metrics["evidence/credit_mass"] = _mean(gamma.sum(-1))
+        if not self.options.mass_matched:  # there the weights always sum to 1
+            eta = 1.0 if self.options.routing == "uniform" else self.options.eta
+            metrics["evidence/unassigned_weight"] = _mean(credit.unassigned_weight(gamma, eta))
         metrics["evidence/readout_mass"] = _mean(r_pos.sum(-1))
         metrics["evidence/has_wrong_answer"] = _mean(micro.wrong_BY.any(-1).float())
         metrics["evidence/negatives_used"] = _mean(valid.sum(-1).float())

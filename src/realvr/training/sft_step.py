@@ -24,7 +24,7 @@ from realvr.backbone.batch import collate
 from realvr.backbone.types import Prompt
 from realvr.imaging.types import Grid, ImageInput
 from realvr.latent.span import decoder_pass, token_logprobs
-from realvr.maths import reconstruction
+from realvr.maths import objective, reconstruction
 from realvr.training.task import Metrics
 
 
@@ -143,11 +143,10 @@ class SftStep(nn.Module):
     ) -> tuple[Tensor, Metrics]:
         predicting = hidden[micro.predict_M2[:, 0], micro.predict_M2[:, 1]]
         logp, _ = token_logprobs(self.backbone, predicting, micro.labels_M)
-        ce = -logp.sum() / micro.tokens_total
-        errors_E = reconstruction.per_example(
-            states_ND, targets_ND, micro.slot_example_N, micro.examples, self.reduction
+        ce = reconstruction.next_token(logp, denominator=micro.tokens_total)
+        rec = reconstruction.reconstruction(
+            states_ND, targets_ND, micro.slot_example_N, micro.examples, self.reduction, micro.targets_total
         )
-        rec = errors_E.sum() / micro.targets_total
         share = torch.tensor(len(micro.labels_M) / micro.tokens_total, device=ce.device)
         metrics: Metrics = {"loss/next_token": (ce.detach().float(), share)}
         has_targets = torch.zeros(micro.examples, device=ce.device).index_fill(0, micro.slot_example_N, 1.0)
@@ -159,7 +158,8 @@ class SftStep(nn.Module):
             # The first latent alone has seen no evidence yet: it shows whether the model finds it by itself.
             first = micro.slot_example_N.diff(prepend=micro.slot_example_N.new_tensor([-1])) != 0
             metrics["latents/cos_first"] = (cosine[first].sum(), first.sum().float())
-        loss = {"next_token": ce, "reconstruction": self.weight * rec}.get(term or "", ce + self.weight * rec)
+        terms = {"next_token": (1.0, ce), "reconstruction": (self.weight, rec)}
+        loss = objective.total(terms if term is None else {term: terms[term]})
         metrics["loss"] = (loss.detach().float(), share)
         return loss + hidden.sum() * 0.0, metrics
 
