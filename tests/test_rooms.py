@@ -54,6 +54,9 @@ KNOWN = {
 }
 """Violations that are still to be mended."""
 
+DEPRECATED = {("realvr.maths.answers", "answers")}
+"""Modules of earlier versions that hold nothing but the way to their new home."""
+
 MODULE = re.compile(r"realvr(\.[a-z_0-9]+)*\.?")
 
 
@@ -95,7 +98,7 @@ def violations(root: Path) -> set[tuple[str, str]]:
 
 
 def test_every_room_imports_only_what_stands_before_it() -> None:
-    assert violations(PACKAGE) <= KNOWN
+    assert violations(PACKAGE) <= KNOWN | DEPRECATED
 
 
 def test_there_are_no_circles_between_rooms() -> None:
