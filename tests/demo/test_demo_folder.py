@@ -33,13 +33,16 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_settings_come_back_and_others_are_refused_by_name(tmp_path: Path, installed: Path) -> None:
     out, settings = tmp_path / "demo", quick_settings(3)
     for _ in range(2):
-        with files.claim(out, settings):
+        with files.open_demo_folder(out, settings):
             assert files.read_settings(out) == settings
     before = (out / files.SETTINGS).read_bytes()
-    with pytest.raises(UserError, match="rl_steps was 4, now 9"), files.claim(out, replace(settings, rl_steps=9)):
+    with (
+        pytest.raises(UserError, match="rl_steps was 4, now 9"),
+        files.open_demo_folder(out, replace(settings, rl_steps=9)),
+    ):
         pass
     (installed / "mini" / "model.safetensors").write_bytes(b"another")
-    with pytest.raises(UserError, match="the weights of mini differ"), files.claim(out, settings):
+    with pytest.raises(UserError, match="the weights of mini differ"), files.open_demo_folder(out, settings):
         pass
     assert (out / files.SETTINGS).read_bytes() == before
 
@@ -49,22 +52,25 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine" / "thesis.txt").write_text("important")
     with (
         pytest.raises(UserError, match="not empty and holds no demo"),
-        files.claim(tmp_path / "mine", quick_settings()),
+        files.open_demo_folder(tmp_path / "mine", quick_settings()),
     ):
         pass
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
     file = tmp_path / "mine" / "thesis.txt"
-    with pytest.raises(UserError, match="is a file"), files.claim(file, quick_settings()):
+    with pytest.raises(UserError, match="is a file"), files.open_demo_folder(file, quick_settings()):
         pass
 
 
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot be made or written"), files.claim(Path("/proc/demo"), quick_settings()):
+    with (
+        pytest.raises(UserError, match="cannot be made or written"),
+        files.open_demo_folder(Path("/proc/demo"), quick_settings()),
+    ):
         pass
     if os.geteuid():  # root may write anywhere
         (tmp_path / "locked").mkdir(mode=0o555)
         inside = tmp_path / "locked" / "demo"
-        with pytest.raises(UserError, match="cannot be"), files.claim(inside, quick_settings()):
+        with pytest.raises(UserError, match="cannot be"), files.open_demo_folder(inside, quick_settings()):
             pass
 
 

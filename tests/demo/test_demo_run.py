@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from realvr import models
-from realvr.demo.files import claim, lines, set_done
+from realvr.demo.files import lines, open_demo_folder, set_done
 from realvr.demo.plan import ARMS, quick_settings, steps_of
 from realvr.evaluation.effects import EFFECTS
 
@@ -137,7 +137,7 @@ def test_a_finished_demo_is_not_done_again(finished: tuple[Path, str, str, Path]
 
 def test_a_step_that_fails_is_one_line_that_names_it(tmp_path: Path) -> None:
     """The pictures are marked as drawn and are not there."""
-    with claim(tmp_path / "demo", quick_settings()):
+    with open_demo_folder(tmp_path / "demo", quick_settings()):
         pass
     for step in steps_of(quick_settings())[:2]:
         set_done(tmp_path / "demo", step, {"seconds": 0, "cpu_seconds": 0})

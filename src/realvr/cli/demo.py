@@ -97,7 +97,7 @@ class _sigterm_stops:
 
 def _run(out: Path, settings: DemoSettings, workers: int, take_over: bool) -> int:
     from realvr.demo.display import Display, clock
-    from realvr.demo.files import claim, is_done
+    from realvr.demo.files import is_done, open_demo_folder
     from realvr.demo.summary import collect, index, table
     from realvr.demo.team import run_steps
     from realvr.evaluation.tables import wide_console
@@ -105,7 +105,7 @@ def _run(out: Path, settings: DemoSettings, workers: int, take_over: bool) -> in
 
     console = Console(stderr=True, soft_wrap=True)
     begun = time.monotonic()
-    with claim(out, settings, take_over):
+    with open_demo_folder(out, settings, take_over):
         steps = steps_of(settings)
         done = {step.name for step in steps if is_done(out, step)}
         if done:

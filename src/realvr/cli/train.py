@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from realvr.errors import UserError, explained
-from realvr.runs.lock import hold
+from realvr.runs.folder import open_run_folder
 from realvr.runs.progress import busy
 from realvr.training.configuration import load_settings, show_help
 
@@ -63,7 +63,7 @@ def _train(kind: str, args: Sequence[str], summary: str) -> int:
     quiet_transformers()
     engine = start_engine()
     # Before the model is read: a folder that another run writes should not cost minutes.
-    held = hold(settings.run.out, f"train {kind}", take_over) if engine.main and not dry else nullcontext()
+    held = open_run_folder(settings.run.out, f"train {kind}", take_over) if engine.main and not dry else nullcontext()
     try:
         with held:
             engine.seed(settings.run.seed)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from realvr import models
 from realvr.demo.plan import DemoSettings, Step
 from realvr.demo.steps import mark
 from realvr.errors import UserError
-from realvr.runs import lock as runlock
 from realvr.runs.files import differences, read_json, write_json
+from realvr.runs.folder import RunFolder, open_run_folder
 
 SETTINGS = "demo_settings.json"
 VERSION = 2
@@ -22,40 +23,34 @@ VERSION = 2
 
 
 @contextmanager
-def claim(folder: Path, settings: DemoSettings, take_over: bool = False) -> Iterator[None]:
+def open_demo_folder(folder: Path, settings: DemoSettings, take_over: bool = False) -> Iterator[None]:
     """Keep the folder for this demo. A folder of something else is refused and left alone."""
-    note = folder / SETTINGS
     record = {
         "version": VERSION,
         "settings": asdict(settings),
         "models": {name: models.fingerprint(name) for name in models.NAMES},
     }
-    record = json.loads(json.dumps(record))
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: give --out a folder")
-    if folder.is_dir() and not note.exists() and any(path.name != runlock.NAME for path in folder.iterdir()):
-        raise UserError(f"{folder} is not empty and holds no demo: give --out another folder")
-    with runlock.hold(folder, "demo", take_over):
-        if note.exists():
-            _refuse_other(folder, read_json(note), record)
-        else:
-            write_json(note, record)
+    RunFolder(folder).refuse_foreign(SETTINGS, f"{folder} is not empty and holds no demo: give --out another folder")
+    with open_run_folder(folder, "demo", take_over) as opened:
+        opened.claim(SETTINGS, record, partial(_refusal, folder))
         yield
 
 
-def _refuse_other(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+def _refusal(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> str | None:
+    """Why a demo cannot go on in a folder."""
     if before.get("version", 1) != now["version"]:
-        raise UserError(f"{folder} holds a demo of another version of realvr: name another --out, or remove the folder")
+        return f"{folder} holds a demo of another version of realvr: name another --out, or remove the folder"
     weights = before.get("models", {})
     different = differences(before.get("settings", {}), now["settings"])
-    different += [
-        f"the weights of {name} differ" for name, found in now["models"].items() if weights.get(name) != found
-    ]
-    if different:
-        raise UserError(
-            f"{folder} holds a demo with other settings ({'; '.join(different[:4])}): give the same ones to continue "
-            "it, name another --out, or remove the folder"
-        )
+    different += [f"the weights of {name} differ" for name, hash in now["models"].items() if weights.get(name) != hash]
+    if not different:
+        return None
+    return (
+        f"{folder} holds a demo with other settings ({'; '.join(different[:4])}): give the same ones to continue "
+        "it, name another --out, or remove the folder"
+    )
 
 
 def read_settings(folder: Path) -> DemoSettings:

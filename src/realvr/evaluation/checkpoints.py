@@ -14,8 +14,8 @@ from realvr.evaluation.processes import Ranks, check_count, launch
 from realvr.evaluation.settings import EvaluateSettings, model_names
 from realvr.evaluation.summary_files import summary_path, write_summary
 from realvr.runs.files import read_json
+from realvr.runs.folder import open_run_folder
 from realvr.runs.guard import note
-from realvr.runs.lock import hold
 from realvr.runs.progress import Bar, busy
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def evaluate_share(settings: EvaluateSettings) -> Evaluated:
     # A wrong model should not cost the reading of gigabytes.
     chosen = {model: settings_of(settings, model) for model in settings.models}
     ranks = Ranks.from_environment()
-    with hold(settings.out, "eval", settings.take_over) if ranks.rank == 0 else nullcontext():
+    with open_run_folder(settings.out, "eval", settings.take_over) if ranks.rank == 0 else nullcontext():
         ranks.start()
         questions = read_questions(settings, show=ranks.rank == 0)
         summaries = {}

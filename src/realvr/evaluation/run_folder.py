@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import platform
-import sys
 from collections.abc import Mapping
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,6 +14,8 @@ from realvr.errors import UserError
 from realvr.evaluation.records import PREDICTIONS
 from realvr.evaluation.results import EVAL_FILE, EvalRecord
 from realvr.runs.files import differences
+from realvr.runs.folder import RunFolder
+from realvr.runs.guard import note
 
 if TYPE_CHECKING:
     from realvr.evaluation.responder import Responder
@@ -27,31 +29,35 @@ def claim(directory: Path, record: Mapping[str, Any]) -> bool:
 
     A `UserError` names what differs.
     """
-    path = directory / RECORD
-    if not path.exists():
-        if (directory / PREDICTIONS).exists():
-            raise UserError(f"{directory} holds {PREDICTIONS} without {RECORD}; name another --out")
-        EVAL_FILE.dump(path, cast(EvalRecord, record))
+    if not (directory / RECORD).exists() and (directory / PREDICTIONS).exists():
+        raise UserError(f"{directory} holds {PREDICTIONS} without {RECORD}; name another --out")
+    now = json.loads(json.dumps(record))
+    earlier = RunFolder(directory).claim(RECORD, now, partial(_refusal, directory), EVAL_FILE)
+    if earlier is None:
         return False
-    earlier, now = _fixed(read_record(directory)), _fixed(json.loads(json.dumps(record)))
-    found = [line for part in _COMPARED for line in differences(earlier.get(part, {}), now.get(part, {}), part)]
-    if moved := _renamed(earlier["benches"], now["benches"]):
-        old, new = moved
-        raise UserError(f"{directory} holds an evaluation of {old}, which is called {new} now: name another --out")
-    if found:
-        raise UserError(
-            f"{directory} holds an evaluation made otherwise ({'; '.join(found[:4])}): name another --out, or give the "
-            "same settings to continue it"
-        )
     if changed := differences(earlier.get("versions", {}), now.get("versions", {}), "versions"):
-        print(f"realvr: note: {directory} was begun elsewhere ({'; '.join(changed)})", file=sys.stderr)
-    _extend(path, json.loads(json.dumps(record)))
+        note(f"{directory} was begun elsewhere ({'; '.join(changed)})")
+    _extend(directory / RECORD, earlier, now)
     return True
 
 
-def _extend(path: Path, now: dict[str, Any]) -> None:
+def _refusal(directory: Path, before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    """Why an evaluation cannot go on in a directory."""
+    earlier, now = _fixed(before), _fixed(after)
+    changes = [line for part in _COMPARED for line in differences(earlier.get(part, {}), now.get(part, {}), part)]
+    if moved := _renamed(earlier["benches"], now["benches"]):
+        old, new = moved
+        return f"{directory} holds an evaluation of {old}, which is called {new} now: name another --out"
+    if not changes:
+        return None
+    return (
+        f"{directory} holds an evaluation made otherwise ({'; '.join(changes[:4])}): name another --out, or give the "
+        "same settings to continue it"
+    )
+
+
+def _extend(path: Path, earlier: dict[str, Any], now: dict[str, Any]) -> None:
     """Add what records of earlier versions lack: the facts about the sets, and conditions that were added since."""
-    earlier: dict[str, Any] = {**EVAL_FILE.load(path)}
     conditions = now.get("settings", {}).get("conditions")
     if earlier.get("sets") != now.get("sets") or earlier.get("settings", {}).get("conditions") != conditions:
         settings = earlier.get("settings", {}) | {"conditions": conditions}

@@ -33,7 +33,7 @@ from realvr.evaluation.responder import Plan, Reply, Responder
 from realvr.evaluation.run_folder import claim
 from realvr.evaluation.store import Key, Store, merge
 from realvr.evaluation.summary_files import write_summary
-from realvr.runs.lock import hold
+from realvr.runs.folder import open_run_folder
 
 EXCHANGED: tuple[Condition, ...] = ("mean", "other", "noise")
 
@@ -128,7 +128,7 @@ def evaluate(
     directory = Path(out)
     _check(benches, settings, batch)
     chosen = budgets(settings, responder.latents)
-    with hold(directory, "eval") if ranks.rank == 0 else nullcontext():
+    with open_run_folder(directory, "eval") if ranks.rank == 0 else nullcontext():
         if ranks.rank == 0:
             record = _record(responder, benches, settings, chosen, notes or {})
             record |= {"versions": dict(versions or {}), "run": {"batch": batch, "processes": ranks.world}}

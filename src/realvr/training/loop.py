@@ -20,7 +20,7 @@ from torch import Tensor
 
 from realvr.errors import UserError, explained, out_of_memory
 from realvr.runs.files import sync
-from realvr.runs.lock import hold
+from realvr.runs.folder import open_run_folder
 from realvr.runs.progress import busy
 from realvr.training import configuration, memory, metrics
 from realvr.training.card import TAG, base_model, card
@@ -36,7 +36,7 @@ from realvr.training.tracking import Tracker
 
 def train(task: Task, settings: TrainSettings, engine: Engine) -> int:
     """Train to the end, or until Ctrl-C; returns the exit code. Every rank calls it."""
-    with hold(settings.run.out, f"train {_kind(settings)}") if engine.main else nullcontext():
+    with open_run_folder(settings.run.out, f"train {_kind(settings)}") if engine.main else nullcontext():
         return _train(task, settings, engine)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -14,8 +13,7 @@ from realvr.data.export import write
 from realvr.data.reading import read
 from realvr.data.sample import Sample
 from realvr.errors import UserError
-from realvr.runs import lock as runlock
-from realvr.runs.files import write_atomically
+from realvr.runs.folder import RunFolder, open_run_folder
 from realvr.runs.progress import Bar
 from realvr.world.benchmarks import Resize
 from realvr.world.items import Item
@@ -23,6 +21,7 @@ from realvr.world.questions import Withheld
 from realvr.world.sheet import contact_sheet
 from realvr.world.splits import SPLITS, Recipe, build, samples
 
+RECIPE = "recipe.json"
 FILES = {
     "visual-cot": "viscot_world.json",
     "virl39k": "virl39k.parquet",
@@ -130,12 +129,12 @@ def make(settings: MakeSettings) -> list[Made]:
 
 def _make(recipe: Recipe, settings: MakeSettings) -> Made:
     folder = Path(settings.out) / recipe.split
-    with runlock.hold(folder, "world make", settings.take_over):
+    with open_run_folder(folder, "world make", settings.take_over) as opened:
         try:
-            _claim(folder, recipe)
+            _claim(opened, recipe)
             rows, files = _write(recipe, folder, settings.format, settings.workers)
         except UserError:
-            _forget(folder)
+            opened.forget(RECIPE)
             raise
         except OSError as error:
             raise UserError(f"{folder}: cannot be written ({error.strerror or error})") from None
@@ -177,22 +176,12 @@ def layout_path(split: str, folder: Path) -> Path:
     return folder / FILES.get(layout, "samples.jsonl")
 
 
-def _claim(folder: Path, recipe: Recipe) -> None:
+def _claim(folder: RunFolder, recipe: Recipe) -> None:
     """Refuse to mix two recipes in one folder; remember this one."""
-    note = folder / "recipe.json"
-    text = json.dumps(asdict(recipe), indent=2) + "\n"
-    if note.exists() and note.read_text(encoding="utf-8") != text:
-        raise UserError(f"{folder} holds the split made another way (see {note}); name another folder or remove it")
-    if not note.exists() and any(not path.name.startswith(runlock.NAME) for path in folder.iterdir()):
-        raise UserError(f"{folder} is not empty and not one of ours; name another folder")
-    write_atomically(note, text)
-
-
-def _forget(folder: Path) -> None:
-    """Take back a claim that came to nothing, so that the same folder can be used with other settings."""
-    left = [path for path in folder.iterdir() if not path.name.startswith(runlock.NAME)]
-    if [path.name for path in left] == ["recipe.json"]:
-        left[0].unlink()
+    path, note = folder.path, folder.path / RECIPE
+    folder.refuse_foreign(RECIPE, f"{path} is not empty and not one of ours; name another folder")
+    other = f"{path} holds the split made another way (see {note}); name another folder or remove it"
+    folder.claim(RECIPE, asdict(recipe), lambda before, now: None if before == now else other)
 
 
 def _counted(made: Iterator[Sample], title: str, total: int | None) -> Iterator[Sample]:
