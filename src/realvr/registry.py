@@ -16,7 +16,7 @@ import os
 import pkgutil
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -33,11 +33,19 @@ class Registry(Generic[T]):
     """Subclasses of one base class, by their ``name``. Two of one name are refused when the second is added.
 
     ``kind`` is the word for messages ("benchmark"), ``package`` where the members live, ``required`` the attributes
-    and functions that a member must define itself (those of the base do not count).
+    and functions that a member must define itself (those of the base do not count), ``check`` says what else is wrong
+    with a member ('' where nothing is).
     """
 
-    def __init__(self, kind: str, base: type[T], package: str, required: tuple[str, ...] = ()) -> None:
-        self.kind, self.base, self.package, self.required = kind, base, package, required
+    def __init__(
+        self,
+        kind: str,
+        base: type[T],
+        package: str,
+        required: tuple[str, ...] = (),
+        check: Callable[[type[T]], str] | None = None,
+    ) -> None:
+        self.kind, self.base, self.package, self.required, self.check = kind, base, package, required, check
         self._members: dict[str, type[T]] = {}
         self._lock = threading.RLock()
         self._filled = False
@@ -62,6 +70,8 @@ class Registry(Generic[T]):
                 f"{place_of(member)}: {self.kind} {member.__name__} lacks {', '.join(missing)} "
                 f"(see {self.base.__module__}.{self.base.__name__})"
             )
+        if self.check is not None and (complaint := self.check(member)):
+            raise UserError(f"{place_of(member)}: {self.kind} {member.__name__}: {complaint}")
 
     def _fill(self) -> None:
         with self._lock:

@@ -10,21 +10,23 @@ import pytest
 from realvr.cli import main
 from realvr.data.detect import FORMATS
 from realvr.errors import UserError
-from realvr.evaluation.catalog import BLINK_ROWS, CATALOG, PAPER_BLINK, blink_tasks, data_path
+from realvr.evaluation.benchmark import BENCHMARKS, data_path
+from realvr.evaluation.tasks.blink import PAPER, ROWS, Blink
 
 
 def test_the_facts_add_up() -> None:
-    assert len(BLINK_ROWS) == 14 and sum(BLINK_ROWS.values()) == 1901  # the official validation split
-    assert CATALOG["blink"].rows == 697  # the paper's N
-    assert {name: CATALOG[name].rows for name in ("mmvp", "hrbench-4k", "hrbench-8k", "vstar")} == {
+    assert len(ROWS) == 14 and sum(ROWS.values()) == 1901  # the official validation split
+    assert Blink.facts.rows == 697  # the paper's N
+    assert {name: BENCHMARKS.get(name).facts.rows for name in ("mmvp", "hrbench-4k", "hrbench-8k", "vstar")} == {
         "vstar": 191,
         "mmvp": 300,
         "hrbench-4k": 800,
         "hrbench-8k": 800,
     }
-    for name, bench in CATALOG.items():
-        assert bench.format in FORMATS and bench.name == name
-        assert bench.citation.startswith("@inproceedings{") and bench.citation.count("{") == bench.citation.count("}")
+    for bench in BENCHMARKS:
+        citation = bench.facts.citation
+        assert bench.reader.name in FORMATS
+        assert citation.startswith("@inproceedings{") and citation.count("{") == citation.count("}")
 
 
 def test_a_folder_stands_for_the_file_of_the_benchmark_and_of_no_other(tmp_path: Path) -> None:
@@ -37,7 +39,7 @@ def test_a_folder_stands_for_the_file_of_the_benchmark_and_of_no_other(tmp_path:
         "test_questions.jsonl",
     ):
         (tmp_path / name).write_text("x")
-    found = {name: data_path(CATALOG[name], tmp_path).name for name in CATALOG if CATALOG[name].files}
+    found = {bench.name: data_path(bench, tmp_path).name for bench in BENCHMARKS if bench.facts.files}
     assert found == {
         "hrbench-4k": "hr_bench_4k.tsv",
         "hrbench-8k": "hr_bench_8k.tsv",
@@ -47,28 +49,28 @@ def test_a_folder_stands_for_the_file_of_the_benchmark_and_of_no_other(tmp_path:
     }
     (tmp_path / "hr_bench_4k.parquet").write_text("x")
     with pytest.raises(UserError, match=r"several files that may be meant \(hr_bench_4k.parquet, hr_bench_4k.tsv\)"):
-        data_path(CATALOG["hrbench-4k"], tmp_path)
+        data_path(BENCHMARKS.get("hrbench-4k"), tmp_path)
     with pytest.raises(UserError, match="holds no such file; HR-Bench 8K is expected as hr_bench_8k.tsv"):
         (tmp_path / "empty").mkdir()
-        data_path(CATALOG["hrbench-8k"], tmp_path / "empty")
+        data_path(BENCHMARKS.get("hrbench-8k"), tmp_path / "empty")
 
 
 def test_blink_subtasks_are_chosen_by_name() -> None:
-    assert blink_tasks(None) == blink_tasks("paper") == PAPER_BLINK
-    assert len(blink_tasks("all")) == 14
-    assert blink_tasks("jigsaw, IQ test,Jigsaw") == ("Jigsaw", "IQ_Test")
+    assert Blink.subtasks("paper") == Blink.facts.tasks == PAPER
+    assert len(Blink.subtasks("all")) == 14
+    assert Blink.subtasks("jigsaw, IQ test,Jigsaw") == ("Jigsaw", "IQ_Test")
     with pytest.raises(UserError, match="no subtask .Jigsow."):
-        blink_tasks("Jigsow")
+        Blink.subtasks("Jigsow")
 
 
 def test_the_command_prints_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["benchmarks"]) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in CATALOG) and "--bench mmvp=PATH" in out
+    assert all(name in out for name in BENCHMARKS.names()) and "--bench mmvp=PATH" in out
     assert main(["benchmarks", "--json"]) == 0
-    assert [entry["name"] for entry in json.loads(capsys.readouterr().out)] == list(CATALOG)
+    assert [entry["name"] for entry in json.loads(capsys.readouterr().out)] == list(BENCHMARKS.names())
     assert main(["benchmarks", "mme-realworld"]) == 0
     out = capsys.readouterr().out
     assert "edistribution is forbidden" in out and "--bench mme-realworld=PATH" in out and "@inproceedings" in out
     assert main(["benchmarks", "mmpv"]) == 2
-    assert "no benchmark 'mmpv'; there are mmvp, blink" in capsys.readouterr().err
+    assert "no benchmark 'mmpv'; did you mean 'mmvp'? (there are blink, hrbench-4k" in capsys.readouterr().err

@@ -14,11 +14,11 @@ from PIL import Image
 from eval_cases import Constant, make_world
 from realvr.cli import main
 from realvr.errors import UserError
-from realvr.evaluation.catalog import BLINK_ROWS, PAPER_BLINK
 from realvr.evaluation.identity import differs
 from realvr.evaluation.published import benchmark_row
 from realvr.evaluation.questions import load
 from realvr.evaluation.runner import EvalSettings, evaluate
+from realvr.evaluation.tasks.blink import PAPER, ROWS
 
 
 @pytest.fixture(scope="module")
@@ -141,20 +141,20 @@ def test_drawings_in_the_published_numbers_are_not_the_published_set(
 
 
 def blink(**changes: Any) -> dict[str, Any]:
-    facts = {"path": "BLINK", "format": "blink", "questions": 697, "tasks": list(PAPER_BLINK), "missing_tasks": []}
-    rows = {"task_rows": {task: BLINK_ROWS[task] for task in PAPER_BLINK}, "world": False, "limit": None}
+    facts = {"path": "BLINK", "format": "blink", "questions": 697, "tasks": list(PAPER), "missing_tasks": []}
+    rows = {"task_rows": {task: ROWS[task] for task in PAPER}, "world": False, "limit": None}
     return facts | rows | changes
 
 
 def test_rows_subtasks_and_layout_decide() -> None:
     assert differs("blink", blink()) == ""
-    moved = {task: BLINK_ROWS[task] for task in PAPER_BLINK} | {"Counting": 119, "Jigsaw": 151}
+    moved = {task: ROWS[task] for task in PAPER} | {"Counting": 119, "Jigsaw": 151}
     for changes in (
         {"format": "jsonl"},
         {"questions": 696},
         {"limit": 697},
         {"world": True},
-        {"tasks": list(BLINK_ROWS), "questions": 1901},
+        {"tasks": list(ROWS), "questions": 1901},
         {"tasks": ["Counting"], "questions": 120},
         {"missing_tasks": ["Jigsaw"]},
         {"task_rows": moved},

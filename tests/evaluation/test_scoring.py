@@ -17,8 +17,9 @@ from PIL import Image
 from realvr.data import ImageRef, read
 from realvr.errors import UserError
 from realvr.evaluation.aggregation import aggregate
+from realvr.evaluation.benchmark import benchmark_of
 from realvr.evaluation.records import Prediction
-from realvr.evaluation.rules import rule_of, units
+from realvr.evaluation.rules import units
 from realvr.evaluation.scoring import summarise
 
 
@@ -82,7 +83,7 @@ def test_cycles_of_a_question_are_one_unit() -> None:
         for cycle in range(4)
         for n, texts in enumerate(options)
     ]
-    found = units(rule_of("hrbench-8k"), rows)
+    found = units(benchmark_of("hrbench-8k").rule, rows)
     groups: dict[str, list[str]] = {}
     for question, unit in found.items():
         groups.setdefault(unit, []).append(question)
@@ -129,7 +130,7 @@ def test_rules_look_where_the_readers_write(tmp_path: Path) -> None:
         row("hrbench-4k", s.id, True, category=s.category, cycle=s.cycle, choices=s.choices)
         for s in read(tmp_path / "hr_bench_4k.tsv")
     ]
-    found = units(rule_of("hrbench-4k"), rows)
+    found = units(benchmark_of("hrbench-4k").rule, rows)
     assert len(found) == 12
     assert all(found[str(4 * n)] == found[str(4 * n + cycle)] for n in range(3) for cycle in range(4))
     assert len(set(found.values())) == 3

@@ -15,12 +15,13 @@ from realvr.cli import main
 from realvr.data.export import write
 from realvr.data.reading import read
 from realvr.data.sample import ImageRef, Sample
-from realvr.evaluation.catalog import CATALOG
+from realvr.evaluation.benchmark import title
 from realvr.evaluation.questions import load
 from realvr.evaluation.records import Prediction
 from realvr.evaluation.runner import EvalSettings, evaluate
 from realvr.evaluation.scoring import summarise
-from realvr.evaluation.tables import title
+from realvr.evaluation.tasks.blink import Blink
+from realvr.evaluation.tasks.vstar import VStar
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_the_published_layout_is_called_by_its_name(tmp_path: Path) -> None:
         write(samples, "vstar", tmp_path / name)
         questions = load("vstar", tmp_path / name)
         assert questions.bench == "vstar" and [s.content() for s in questions.samples] == [s.content() for s in samples]
-    assert CATALOG["vstar"].rows == 191 and title("vstar") == "V*"
+    assert VStar.facts.rows == 191 and title("vstar") == "V*"
 
 
 def test_v_star_stays_out_of_the_five_task_mean() -> None:
@@ -99,6 +100,6 @@ def test_labels_of_a_subtask_are_recorded(tmp_path: Path) -> None:
     write(samples, "blink", tmp_path / "old")
     write(corrected, "blink", tmp_path / "new")
     old, new = (load("blink", tmp_path / name).set_facts()["labels"] for name in ("old", "new"))
-    assert set(old) == set(new) == set(CATALOG["blink"].tasks)
+    assert set(old) == set(new) == set(Blink.facts.tasks)
     assert {task for task in old if old[task] != new[task]} == {"Relative_Reflectance"}
     json.dumps(old)

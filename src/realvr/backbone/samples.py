@@ -10,17 +10,15 @@ from torch import Tensor
 
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.types import Turn
-from realvr.data.sample import Sample
-from realvr.data.wording import question_text, readout_text
+from realvr.data.sample import Message, Sample
+from realvr.data.wording import asked_turns, readout_text
 
 
-def conversation(sample: Sample, images: Sequence[Any]) -> list[Turn]:
-    """The sample's turns; the last user turn carries options and instruction."""
-    last = max((i for i, turn in enumerate(sample.turns) if turn.role == "user"), default=-1)
-    return [
-        Turn(turn.role, question_text(sample) if i == last else turn.text, [images[k] for k in turn.images])
-        for i, turn in enumerate(sample.turns)
-    ]
+def conversation(sample: Sample, images: Sequence[Any], messages: Sequence[Message] | None = None) -> list[Turn]:
+    """The sample's turns with its images; the last user turn carries options and instruction. ``messages`` words it
+    otherwise."""
+    asked = asked_turns(sample) if messages is None else messages
+    return [Turn(turn.role, turn.text, [images[k] for k in turn.images]) for turn in asked]
 
 
 def answer_tokens(backbone: Backbone, answer: str, choices: Sequence[str] = ()) -> tuple[list[int], list[bool]]:

@@ -26,6 +26,8 @@ class Command(NamedTuple):
     summary: str
     raw: bool = False
     """The function takes the list of arguments as it is: its options are not known before it has read a file."""
+    rewrite: str = ""
+    """A function of the module that the arguments pass first."""
 
 
 COMMANDS: dict[str, Command] = {
@@ -41,7 +43,9 @@ COMMANDS: dict[str, Command] = {
     "train sft": Command("realvr.cli.train", "sft", "Stage 1: latents reconstruct visual evidence.", raw=True),
     "train rl": Command("realvr.cli.train", "rl", "Stage 2: LVR-RL, ReaLVR and its ablations.", raw=True),
     "train base": Command("realvr.cli.train", "base", "Train all parameters of a small model.", raw=True),
-    "eval": Command("realvr.cli.eval", "evaluate", "Checkpoints on benchmarks, span ablations included."),
+    "eval": Command(
+        "realvr.cli.eval", "evaluate", "Checkpoints on benchmarks, span ablations included.", rewrite="rewrite"
+    ),
     "benchmarks": Command("realvr.cli.benchmarks", "benchmarks", "Files, rules and citations of each."),
     "counterfactual": Command("realvr.cli.pairs", "counterfactual", "Do answers follow edits of the picture?"),
     "exchange": Command("realvr.cli.pairs", "exchange", "Do answers follow latents swapped in a pair?"),
@@ -94,7 +98,9 @@ def _run(name: str, args: list[str]) -> int:
             raise UserError(f"{flag.rstrip('=')} is empty: name a folder (. is the one you are in)")
     args = _plugins(args)
     command = COMMANDS[name]
-    function = getattr(importlib.import_module(command.module), command.function)
+    module = importlib.import_module(command.module)
+    function = getattr(module, command.function)
+    args = getattr(module, command.rewrite)(args) if command.rewrite else args
     if command.raw:
         return int(function(args) or 0)
     import tyro

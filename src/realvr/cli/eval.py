@@ -11,9 +11,10 @@ import tyro
 
 from realvr.evaluation import checkpoints, tables
 from realvr.evaluation.processes import ProcessFailed
-from realvr.evaluation.settings import EvaluateSettings
+from realvr.evaluation.settings import EvaluateSettings, written_out
 
 INTERRUPTED = 130
+rewrite = written_out
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,14 @@ class EvaluateCommand(EvaluateSettings):
     images: Annotated[
         tyro.conf.UseAppendAction[tuple[str, ...]],
         tyro.conf.arg(metavar="NAME=DIR", help_behavior_hint="(may be repeated)"),
+    ] = ()
+    tasks: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]],
+        tyro.conf.arg(metavar="NAME=SUBTASKS", help_behavior_hint="(may be repeated)"),
+    ] = ()
+    variant: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]],
+        tyro.conf.arg(metavar="NAME=VARIANT", help_behavior_hint="(may be repeated)"),
     ] = ()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,16 +30,8 @@ FORMATS: dict[str, Format] = {
 }
 
 # From the most to the least telling columns: HR-Bench columns minus the cycle are nearly those of MME-RealWorld.
-_TABLES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "hr-bench": (hr_bench.REQUIRED,),
-    "mme-realworld": mme_realworld.TABLES,
-    "blink": (blink.REQUIRED,),
-    "virl39k": (virl39k.REQUIRED,),
-    "vstar": (vstar.REQUIRED,),
-}
-"""Columns that a format's tables must have, in each of its layouts."""
+_TABLES = (hr_bench.FORMAT, mme_realworld.FORMAT, blink.FORMAT, virl39k.FORMAT, vstar.FORMAT)
 _PROBE_ROWS = 5
-_SPLIT_FILE = re.compile(r"(\w+)-\d+-of-\d+")
 
 
 def format_named(name: str) -> Format:
@@ -76,7 +67,7 @@ def detect(path: Path) -> Format:
 def _detect_folder(path: Path) -> Format:
     if (path / mmvp.QUESTIONS).exists():
         return FORMATS["mmvp"]
-    first = next(iter(_parquet_files(path)), None)
+    first = next(iter(parquet.files_in(path)), None)
     if first is None:
         raise FileError(
             reasons.NOT_A_FILE,
@@ -85,24 +76,19 @@ def _detect_folder(path: Path) -> Format:
     return _by_columns(first, parquet.columns(first))
 
 
-def _parquet_files(path: Path) -> list[Path]:
-    """Parquet files of a folder and two levels below: deep enough for every published tree, safe on a home folder."""
-    return sorted(file for pattern in ("*", "*/*", "*/*/*") for file in path.glob(f"{pattern}.parquet"))
-
-
-def _lost(fmt: str, found: list[str]) -> list[str]:
+def _lost(fmt: Format, found: list[str]) -> list[str]:
     """Columns that a table lacks, by the layout of the format that is nearest."""
-    return min(([name for name in layout if name not in found] for layout in _TABLES[fmt]), key=len)
+    return min(([name for name in layout if name not in found] for layout in fmt.tables), key=len)
 
 
 def _by_columns(path: Path, found: list[str]) -> Format:
-    for name in _TABLES:
-        if not _lost(name, found):
-            return FORMATS[name]
-    likely = max(_TABLES, key=lambda name: max(len(set(layout) & set(found)) for layout in _TABLES[name]))
+    for fmt in _TABLES:
+        if not _lost(fmt, found):
+            return fmt
+    likely = max(_TABLES, key=lambda fmt: max(len(set(layout) & set(found)) for layout in fmt.tables))
     raise FileError(
         reasons.WRONG_COLUMNS,
-        f"{path}: columns {', '.join(found)[:200]} fit no format; nearest is {likely}, which also needs "
+        f"{path}: columns {', '.join(found)[:200]} fit no format; nearest is {likely.name}, which also needs "
         f"{', '.join(_lost(likely, found))}",
     )
 
@@ -148,40 +134,23 @@ def files_of(path: Path, fmt: Format, options: ReadOptions) -> list[Path]:
     if not path.is_dir():
         _check_columns(path, fmt)
         return [path]
-    if fmt.name == "mmvp":
-        if not (path / mmvp.QUESTIONS).is_file():
-            raise FileError(reasons.FILE_MISSING, f"{path}: no {mmvp.QUESTIONS} in this folder")
-        return [path]
     if not fmt.folders:
         raise FileError(reasons.NOT_A_FILE, f"{path}: is a folder; {fmt.title} is expected as a file")
-    found = _parquet_files(path)
-    if not found:
+    files = parquet.files_in(path) if fmt.files is None else fmt.files(path, options)
+    if not files:
         raise FileError(reasons.NOT_A_FILE, f"{path}: is a folder without parquet files")
-    if fmt.name == "blink":
-        found = _of_split(path, found, options.split)
-    for file in found:
+    for file in files:
         _check_columns(file, fmt)
-    return found
-
-
-def _of_split(path: Path, files: list[Path], split: str) -> list[Path]:
-    """The files of one split of a BLINK tree; all of them where none is named after a split."""
-    marked = {file: match[1] for file in files if (match := _SPLIT_FILE.match(file.name))}
-    if not marked:
-        return files
-    if split not in marked.values():
-        there = ", ".join(sorted(set(marked.values())))
-        raise FileError(reasons.FILE_MISSING, f"{path}: no files of split {split!r}; there are {there}")
-    return [file for file in files if marked.get(file) == split]
+    return files
 
 
 def _check_columns(path: Path, fmt: Format) -> None:
     """Refuse a table whose columns are not those of a format that was named explicitly."""
     suffix = path.suffix.lower()
-    if fmt.name not in _TABLES or suffix not in (".parquet", ".tsv"):
+    if not fmt.tables or suffix not in (".parquet", ".tsv"):
         return
     found = parquet.columns(path) if suffix == ".parquet" else table_header(path)
-    if lost := _lost(fmt.name, found):
+    if lost := _lost(fmt, found):
         raise FileError(
             reasons.WRONG_COLUMNS, f"{path}: no column {', '.join(lost)} ({fmt.title}); found {', '.join(found)[:200]}"
         )

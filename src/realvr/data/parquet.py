@@ -39,6 +39,11 @@ def _first_line(error: BaseException) -> str:
     return str(error).splitlines()[0][:120] if str(error) else type(error).__name__
 
 
+def files_in(folder: Path) -> list[Path]:
+    """Parquet files of a folder and two levels below: deep enough for every published tree, safe on a home folder."""
+    return sorted(file for pattern in ("*", "*/*", "*/*/*") for file in folder.glob(f"{pattern}.parquet"))
+
+
 def columns(path: Path) -> list[str]:
     """Column names, from the footer."""
     with _open(path) as file:

@@ -108,16 +108,22 @@ def is_quarantine(path: Path) -> bool:
 
 
 def read(
-    path: str | Path, format: str | None = None, options: ReadOptions | None = None, report: Report | None = None
+    path: str | Path,
+    format: str | Format | None = None,
+    options: ReadOptions | None = None,
+    report: Report | None = None,
 ) -> Iterator[Sample]:
     """Samples of a file or folder, in file order, one at a time.
 
-    ``format`` is detected unless named. Bad rows are dropped and counted in ``report``, or stop the reading with a
-    `UserError` that names file and row (``policy="strict"``). A file that cannot be read at all raises at once.
+    ``format`` is detected unless named or given. Bad rows are dropped and counted in ``report``, or stop the reading
+    with a `UserError` that names file and row (``policy="strict"``). A file that cannot be read at all raises at once.
     """
     options = options or ReadOptions()
     path = Path(path)
-    fmt = format_named(format) if format and format != "auto" else detect(path)
+    if isinstance(format, Format):
+        fmt = format
+    else:
+        fmt = format_named(format) if format and format != "auto" else detect(path)
     if fmt.pixels_only and options.boxes == "fractions":
         raise UserError(f"{path}: boxes of {fmt.name} are in pixels by definition; leave out --boxes fractions")
     return _Reading(fmt, options, report if report is not None else Report()).samples(path)

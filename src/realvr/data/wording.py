@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from realvr.data.sample import LETTERS, Sample, option
+from realvr.data.sample import LETTERS, Message, Sample, option
 
 LETTER_INSTRUCTION = "Answer with the letter of the option inside <answer> and </answer>."
 FREE_INSTRUCTION = "Put the final answer inside <answer> and </answer>."
@@ -21,6 +22,12 @@ def asked(question: str, choices: Sequence[str]) -> str:
 def question_text(sample: Sample) -> str:
     """The last question of a sample, as it is put to a model."""
     return asked(sample.question, sample.choices)
+
+
+def asked_turns(sample: Sample) -> list[Message]:
+    """The sample's turns as they are put to a model: the last question carries options and instruction."""
+    last = max((i for i, turn in enumerate(sample.turns) if turn.role == "user"), default=-1)
+    return [replace(turn, text=question_text(sample)) if i == last else turn for i, turn in enumerate(sample.turns)]
 
 
 def formatted(answer: str) -> str:

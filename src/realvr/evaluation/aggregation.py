@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from realvr.evaluation.effects import effects
-from realvr.evaluation.rules import in_order
+from realvr.evaluation.five_tasks import in_order
 from realvr.evaluation.scoring import ABLATIONS, VERSION
 from realvr.evaluation.statistics import mean_std
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from realvr.answers.extract import extract_answer, is_correct
+from realvr.answers.extract import is_correct
 from realvr.backbone.samples import conversation
 from realvr.data.sample import ImageRef, Sample
 from realvr.errors import UserError
+from realvr.evaluation.benchmark import benchmark_of
 from realvr.evaluation.records import Condition, Prediction
 from realvr.evaluation.responder import Plan, Reply, Request, Responder
 from realvr.imaging.processing import picture_hash
@@ -113,7 +114,11 @@ class Asker:
     def _reply(self, bench: str, asked: Sequence[Asked], plans: Sequence[Plan], seed: int) -> list[list[Reply]] | None:
         """Replies, or None where the batch was too large and has been halved."""
         requests = [
-            Request(item.sample, conversation(item.sample, item.images), request_seed(seed, bench, item.sample.id))
+            Request(
+                item.sample,
+                conversation(item.sample, item.images, benchmark_of(bench).prompt(item.sample)),
+                request_seed(seed, bench, item.sample.id),
+            )
             for item in asked
         ]
         try:
@@ -141,7 +146,7 @@ def prediction(
 ) -> Prediction:
     """The record of one reply, read under ``policy``."""
     sample = asked.sample
-    extracted = None if reply.error is not None else extract_answer(reply.text, sample.choices, policy)
+    extracted = None if reply.error is not None else benchmark_of(bench).extract(reply.text, sample.choices, policy)
     return Prediction(
         bench=bench,
         question=sample.id,

@@ -105,19 +105,18 @@ def settings_of(asked: EvaluateSettings, model: str) -> EvalSettings:
 def read_questions(settings: EvaluateSettings, show: bool = True) -> list[Questions]:
     """The questions of every benchmark; notes on standard error say what a reader of the numbers must know."""
     from realvr.evaluation import questions
-    from realvr.evaluation.catalog import base_name, blink_tasks
 
     every = []
+    subtasks, variants = settings.subtasks(), settings.variants()
     for name, path in settings.benches().items():
-        tasks = blink_tasks(settings.blink_tasks) if base_name(name) == "blink" and settings.blink_tasks else None
         with Bar(f"reading {name}", 1.0, show, share=True) as bar:
             loaded = questions.load(
                 name,
                 path,
-                tasks=tasks,
+                tasks=subtasks.get(name),
                 limit=settings.limit,
                 images=settings.folders().get(name),
-                mmvp_corrected=settings.mmvp_corrected,
+                variant=variants.get(name),
                 strict=settings.strict_data,
                 on_progress=bar.set,
             )
@@ -130,18 +129,19 @@ def read_questions(settings: EvaluateSettings, show: bool = True) -> list[Questi
 
 def _about_questions(settings: EvaluateSettings, name: str, loaded: Questions) -> Iterator[str]:
     """What was left out, and what the set is not."""
-    from realvr.evaluation.catalog import CATALOG, base_name
+    from realvr.evaluation.benchmark import BENCHMARKS, base_name
 
     for reason, count in loaded.dropped.items():
         yield f"{name}: {count} rows cannot be asked and are left out ({reason}: {loaded.examples[reason]})"
     if loaded.missing_tasks:
         yield f"{name}: {loaded.path} has no {', '.join(loaded.missing_tasks)}; the score is not the paper's"
-    if base_name(name) not in CATALOG:
+    if base_name(name) not in BENCHMARKS:
         yield f"{name} is no benchmark of the catalogue (realvr benchmarks): read as {loaded.format}"
     elif loaded.bench != name:
         why = "drawn by the embedded world" if loaded.world else f"read as {loaded.format}"
         yield f"{name}: {loaded.path} is {why}; it is called {loaded.bench}"
-    usual = CATALOG[loaded.bench].rows if loaded.bench in CATALOG and settings.blink_tasks is None else None
+    whole = loaded.bench in BENCHMARKS and name not in settings.subtasks()
+    usual = BENCHMARKS.get(loaded.bench).facts.rows if whole else None
     if usual is not None and settings.limit is None and not loaded.missing_tasks and len(loaded) != usual:
         yield f"{name}: {len(loaded)} questions; the published set has {usual:,}"
 
@@ -156,6 +156,7 @@ def _one(
     ranks: Ranks,
 ) -> dict[str, Any]:
     """Evaluate one checkpoint."""
+    from realvr.evaluation.benchmark import variant_notes
     from realvr.evaluation.run_folder import versions
     from realvr.evaluation.runner import budgets
     from realvr.evaluation.runner import evaluate as ask_everything
@@ -173,7 +174,7 @@ def _one(
         chosen,
         batch=settings.batch or default_batch(responder),
         ranks=ranks,
-        notes={"mmvp_corrected": settings.mmvp_corrected},
+        notes=variant_notes(settings.variants()),
         versions=versions(responder),
     )
 

@@ -8,18 +8,17 @@ from typing import Any
 import numpy as np
 
 from realvr.errors import UserError
+from realvr.evaluation.five_tasks import five_tasks
 from realvr.evaluation.records import Prediction
-from realvr.evaluation.rules import five_tasks
 from realvr.evaluation.scoring import (
     Bench,
-    Bootstrap,
     Rows,
     group,
     infer_latents,
     paired,
     reference_latents,
 )
-from realvr.evaluation.statistics import gain, interval
+from realvr.evaluation.statistics import Bootstrap, gain, interval
 
 
 def compare(

@@ -26,7 +26,7 @@ class ScoreSettings:
 
     Args:
         directory: Folder of a run, with predictions.jsonl (shards predictions*.jsonl are read together).
-        policy: Read every answer again under this policy: strict, blink-official, vlmevalkit, mme-official, lvr.
+        policy: Read every answer again under this policy (docs/evaluation.md lists them).
         beside: Set a row of the paper beside the scores, as METHOD@BACKBONE; it is marked as not measured.
         latents: K of the checkpoint; by default as the run recorded it.
         resamples: Bootstrap resamples.

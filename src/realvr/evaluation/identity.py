@@ -16,7 +16,7 @@ from typing import Any
 
 from realvr.data.sample import ImageRef, Sample
 from realvr.errors import UserError
-from realvr.evaluation.catalog import BLINK_ROWS, CATALOG, MINI, base_name
+from realvr.evaluation.benchmark import BENCHMARKS, MINI, base_name
 from realvr.world.mark import is_drawn
 
 DRAWN = "drawn by the embedded world"
@@ -27,14 +27,14 @@ _LEVELS = 3
 def called(name: str, path: str | Path, format: str, world: bool) -> str:
     """The name under which questions are asked and shown; ``world``: drawn by the embedded world."""
     base = base_name(name)
-    if base not in CATALOG:
+    if base not in BENCHMARKS:
         return name
     if world:
         return MINI + base
-    if format == CATALOG[base].format:
+    if format == BENCHMARKS.get(base).reader.name:
         return name  # a set that its user calls mini-NAME is never called the published one
     own = re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]", "", Path(path).name) or "questions"
-    return f"{own}-questions" if base_name(own.lower()) in CATALOG else own
+    return f"{own}-questions" if base_name(own.lower()) in BENCHMARKS else own
 
 
 def from_world(path: str | Path, samples: Iterable[Sample]) -> bool:
@@ -73,12 +73,12 @@ def differs(name: str, facts: Mapping[str, Any]) -> str:
     ``facts`` are those of `Questions.describe` with ``world`` and ``task_rows`` (questions by subtask) of `set_facts`.
     Records of earlier versions have no such keys; their path is then looked at, where it still exists.
     """
-    bench = CATALOG.get(name)
-    if bench is None:
+    if name not in BENCHMARKS:
         if base_name(name) == name:
             return "no benchmark of the catalogue"
         return "called a mini set" if facts.get("world") is False else DRAWN
-    world = facts.get("world")
+    bench = BENCHMARKS.get(name)
+    published, world = bench.facts, facts.get("world")
     if world is None:
         path = facts.get("path")
         world = has_recipe(path) if path and Path(path).exists() else None
@@ -86,16 +86,16 @@ def differs(name: str, facts: Mapping[str, Any]) -> str:
         return "the record does not say where the questions come from"
     if world:
         return DRAWN
-    if facts.get("format") != bench.format:
+    if facts.get("format") != bench.reader.name:
         return "not in its layout"
     if facts.get("limit") is not None:
         return f"only {facts.get('questions')} questions (--limit {facts['limit']})"
-    if set(facts.get("tasks") or ()) != set(bench.tasks) or facts.get("missing_tasks"):
+    if set(facts.get("tasks") or ()) != set(published.tasks) or facts.get("missing_tasks"):
         return "other subtasks than those of the paper"
-    if facts.get("questions") != bench.rows:
-        return f"{facts.get('questions')} questions; the published set has {bench.rows:,}"
+    if facts.get("questions") != published.rows:
+        return f"{facts.get('questions')} questions; the published set has {published.rows:,}"
     rows = facts.get("task_rows")
-    if bench.tasks and rows is not None and rows != {task: BLINK_ROWS[task] for task in bench.tasks}:
+    if rows is not None and published.task_rows and rows != {t: published.task_rows[t] for t in published.tasks}:
         return "other numbers of questions per subtask than the published set"
     return ""
 

@@ -10,20 +10,16 @@ Known inconsistencies of the tables are listed in docs/evaluation.md.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 
 from realvr.errors import UserError
+from realvr.evaluation.benchmark import BENCHMARKS, Value
 
-COLUMNS: dict[str, str] = {
-    "mmvp": "mmvp",
-    "blink": "blink",
-    "hrbench-4k": "hrbench-4k",
-    "hrbench-8k": "hrbench-8k",
-    "mme-realworld-lite": "mme-realworld",
-}
-"""Benchmark -> column of the paper's result tables. Its MME-RealWorld number is over the Lite set."""
+AVERAGE = "average"
+"""Column of the five-task mean in the result tables."""
+_RESULTS = ("tab:main-backbone-results", "tab:cross-backbone-results", "tab:mablation")
 
 
 @dataclass(frozen=True)
@@ -34,7 +30,9 @@ class Row:
     row: str
     backbone: str
     method: str
-    values: dict[str, tuple[float, float | None]]
+    values: dict[str, Value]
+    own: dict[str, Value] = field(default_factory=dict)
+    """By benchmark: what the benchmarks themselves know to be published (`Benchmark.published`)."""
 
 
 @cache
@@ -63,12 +61,34 @@ def published(table: str | None = None, backbone: str | None = None, method: str
     ]
 
 
+@cache
+def mean_columns() -> tuple[str, ...]:
+    """Columns of the result tables over which the five-task mean is taken, in the paper's order."""
+    return tuple(name for name in published(_RESULTS[0])[0].values if name != AVERAGE)
+
+
 def benchmark_row(name: str) -> Row:
-    """The row of the result tables named ``METHOD@BACKBONE``, for instance ReaLVR@Qwen2.5-VL-7B."""
+    """The row of the result tables named ``METHOD@BACKBONE``, for instance ReaLVR@Qwen2.5-VL-7B, with what benchmarks
+    themselves know about it (`Benchmark.published`)."""
     method, at, backbone = name.partition("@")
-    tables = ("tab:main-backbone-results", "tab:cross-backbone-results", "tab:mablation")
-    for table in tables if at else ():
-        if found := published(table, backbone, method):
-            return found[0]
-    known = sorted({f"{row.method}@{row.backbone}" for table in tables for row in published(table)})
-    raise UserError(f"'{name}' is not a published row; there are {', '.join(known)}")
+    rows = [row for table in _RESULTS for row in published(table, backbone, method)] if at else []
+    own = {
+        bench.name: value
+        for bench in BENCHMARKS
+        for known, value in bench.published.items()
+        if known.lower() == name.lower()
+    }
+    if rows:
+        return replace(rows[0], own=own)
+    if own:
+        return Row("published with the benchmark", name, backbone, method, {}, own)
+    known = {f"{row.method}@{row.backbone}" for table in _RESULTS for row in published(table)}
+    known |= {row for bench in BENCHMARKS for row in bench.published}
+    raise UserError(f"'{name}' is not a published row; there are {', '.join(sorted(known))}")
+
+
+def value_of(row: Row, bench: str) -> Value | None:
+    """The number of a row that was measured on the set of this benchmark."""
+    if bench not in BENCHMARKS:
+        return None
+    return row.values.get(BENCHMARKS.get(bench).column) or row.own.get(bench)

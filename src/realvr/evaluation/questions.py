@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from realvr.data.detect import detect
-from realvr.data.readers.base import ReadOptions
+from realvr.data.detect import FORMATS, detect
+from realvr.data.readers.base import Format, ReadOptions
 from realvr.data.reading import Report, read
 from realvr.data.sample import ImageRef, Sample
 from realvr.errors import UserError
-from realvr.evaluation.catalog import CATALOG, MINI, base_name, data_path
+from realvr.evaluation.benchmark import BENCHMARKS, MINI, Benchmark, base_name, benchmark_of, data_path
 from realvr.evaluation.identity import called, from_world
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -53,11 +53,14 @@ class Questions:
         return len(self.samples)
 
     def describe(self) -> dict[str, Any]:
-        """Facts for the record of a run, JSON-compatible. ``sha256`` covers ids, wording, options and answers."""
-        digest = hashlib.sha256()
+        """Facts for the record of a run, JSON-compatible. ``sha256`` covers ids, wording (a benchmark's own
+        prompt included), options and answers."""
+        digest, bench = hashlib.sha256(), benchmark_of(self.bench)
+        worded = bench.prompt.__func__ is not Benchmark.prompt.__func__  # type: ignore[attr-defined]
         for sample in self.samples:
             texts = [(turn.role, turn.text) for turn in sample.turns]
             row = [sample.id, texts, sample.choices, sample.answer, [image.id for image in sample.images]]
+            row += [[(turn.role, turn.text) for turn in bench.prompt(sample)]] if worded else []
             digest.update(json.dumps(row).encode())
         return {
             "path": self.path,
@@ -90,7 +93,7 @@ class Questions:
 
 def bench_name(name: str) -> str:
     """A name of the command line; those of the catalogue are known in whatever case."""
-    return name.lower() if base_name(name.lower()) in CATALOG else name
+    return name.lower() if base_name(name.lower()) in BENCHMARKS else name
 
 
 def parse_bench(text: str) -> tuple[str, Path]:
@@ -98,26 +101,31 @@ def parse_bench(text: str) -> tuple[str, Path]:
     name, equals, path = text.partition("=")
     if not equals or not path or not _NAME.fullmatch(name):
         raise UserError(
-            f"--bench {text!r}: write NAME=PATH, where NAME is {', '.join(CATALOG)}, one of these after {MINI} for "
-            "what realvr world make writes, or a name of letters, digits, '.', '_' and '-' of your own"
+            f"--bench {text!r}: write NAME=PATH, where NAME is {', '.join(BENCHMARKS.names())}, one of these after "
+            f"{MINI} for what realvr world make writes, or a name of letters, digits, '.', '_' and '-' of your own"
         )
     return bench_name(name), Path(path)
 
 
-def locate(name: str, path: str | Path) -> tuple[Path, str]:
-    """(data file or folder, format) of a benchmark; cheap, so that a wrong path is found before a model is loaded."""
+def locate(name: str, path: str | Path) -> tuple[Path, Format]:
+    """(data file or folder, format) of a benchmark; cheap, so that a wrong path is found before a model is loaded.
+
+    A benchmark with a reader of its own is taken at its word; files in the layouts of `realvr.data` are looked at.
+    """
     path = Path(path)
-    bench = CATALOG.get(base_name(name))
-    if bench is None:
-        return path, detect(path).name
+    if base_name(name) not in BENCHMARKS:
+        return path, detect(path)
+    bench = benchmark_of(name)
     path = data_path(bench, path)
+    if bench.reader.name not in FORMATS:
+        return path, bench.reader
     try:
-        found = detect(path).name
+        format = detect(path)
     except UserError as error:
         raise UserError(f"{name}: {error}; {bench.expectation()}") from None
-    if found not in (bench.format, "jsonl"):
-        raise UserError(f"{name}: {path} is in the format {found}; {bench.expectation()}")
-    return path, found
+    if format.name not in (bench.reader.name, "jsonl"):
+        raise UserError(f"{name}: {path} is in the format {format.name}; {bench.expectation()}")
+    return path, format
 
 
 def load(
@@ -127,32 +135,33 @@ def load(
     tasks: Sequence[str] | None = None,
     limit: int | None = None,
     images: str | Path | None = None,
-    mmvp_corrected: bool = False,
+    variant: str | None = None,
     strict: bool = False,
     on_progress: Callable[[float], None] | None = None,
 ) -> Questions:
-    """Read the questions of a benchmark (a name of the catalog, or any name for any readable file).
+    """Read the questions of a benchmark (a registered name, or any name for any readable file).
 
     They get the name that they go by from here on, see `realvr.evaluation.identity.called`.
 
     ``tasks`` restricts to subtasks; None means the benchmark's usual ones, which may then be incomplete. ``limit``
     keeps at most that many questions, see `subset`. ``images`` is the folder that image paths are relative to.
-    ``strict`` refuses a file with a row that cannot be asked.
+    ``variant`` is one of the benchmark's own (`Benchmark.variants`). ``strict`` refuses a file with a row that
+    cannot be asked.
     """
     if limit is not None and limit < 1:
         raise UserError(f"--limit is {limit}: at least one question must be asked")
     name = bench_name(name)
     where, format = locate(name, path)
-    bench = CATALOG.get(base_name(name))
-    usual = bench.tasks if bench and format == bench.format else ()
+    known, bench = base_name(name) in BENCHMARKS, benchmark_of(name)
+    usual = bench.facts.tasks if known and format.name == bench.reader.name else ()
     chosen = tuple(usual if tasks is None else tasks)
     options = ReadOptions(
         images=images,
         policy="strict" if strict else "skip",
         check_images="none",
-        mmvp_corrected=mmvp_corrected,
         broken_images="drop" if strict else "keep",
     )
+    options = bench.read_options(options, variant)
     report = Report(on_progress=on_progress)
     samples: list[Sample] = []
     for part in _parts(where, chosen):
@@ -163,16 +172,16 @@ def load(
     if not samples:
         reasons = ", ".join(f"{count} {reason}" for reason, count in report.dropped.items())
         why = f" ({reasons})" if reasons else ""
-        more = f"; {bench.expectation()}" if bench else ""
+        more = f"; {bench.expectation()}" if known else ""
         raise UserError(f"{name}: {where} holds no question that can be asked{why}{more}")
     _refuse_repeated(name, samples)
     ordered = [sample for unit in units(samples) for sample in unit]
-    world = bench is not None and from_world(where, samples)
+    world = known and from_world(where, samples)
     return Questions(
-        called(name, where, format, world),
+        called(name, where, format.name, world),
         subset(ordered, limit) if limit else ordered,
         path=str(where),
-        format=format,
+        format=format.name,
         rows=report.rows,
         dropped=dict(report.dropped),
         examples={reason: report.examples[reason] for reason in report.dropped},

@@ -18,11 +18,11 @@ from typing import Any
 
 from torch import Tensor
 
-from realvr.answers.extract import POLICIES
 from realvr.data.sample import Sample
 from realvr.errors import UserError
 from realvr.evaluation.ablation import donors, matched_noise, mean_latents
 from realvr.evaluation.asking import Asked, Asker, ImageLoader, prediction, prefetch
+from realvr.evaluation.benchmark import benchmark_of
 from realvr.evaluation.finished import summarise_run
 from realvr.evaluation.latent_store import LatentStore
 from realvr.evaluation.processes import Ranks
@@ -48,7 +48,8 @@ class EvalSettings:
     """Also K = 0, the mean latents, those of another question, and noise."""
     seeds: tuple[int, ...] = (0,)
     """Seeds of sampling; one for greedy decoding."""
-    policy: str = "strict"
+    policy: str | None = None
+    """Extraction policy; None: each benchmark's own, which is strict for those of the package."""
     exchange_seed: int = 0
     """Fixes who gets whose latents in the condition ``other``, and the numbers of ``noise``."""
 
@@ -157,8 +158,8 @@ def _check(benches: Sequence[Questions], settings: EvalSettings, batch: int) -> 
     names = [questions.bench for questions in benches]
     if len(set(names)) < len(names):
         raise UserError(f"--bench: {max(names, key=names.count)} is named twice; names must differ")
-    if settings.policy not in POLICIES:
-        raise UserError(f"'{settings.policy}' is not an extraction policy; there are {', '.join(POLICIES)}")
+    for name in names:
+        benchmark_of(name).policy_or(settings.policy)
     if batch < 1:
         raise UserError(f"--batch is {batch}: at least one question must be asked at a time")
 
@@ -177,6 +178,7 @@ def _record(
         "expected": {questions.bench: len(questions) for questions in benches},
         "settings": asdict(settings)
         | {
+            "policy": " + ".join(sorted({benchmark_of(q.bench).policy_or(settings.policy) for q in benches})),
             "latents": list(chosen.own),
             "trained_latents": responder.latents,
             "exchanged_latents": chosen.exchanged,
@@ -355,8 +357,9 @@ class Run:
         seed: int,
         meter: Meter,
     ) -> None:
+        policy = benchmark_of(bench.name).policy_or(self.settings.policy)
         found: list[Prediction] = [
-            prediction(bench.name, item, condition, latents, seed, reply, self.settings.policy)
+            prediction(bench.name, item, condition, latents, seed, reply, policy)
             for (condition, latents), row in zip(conditions, replies, strict=True)
             for item, reply in zip(asked, row, strict=True)
         ]

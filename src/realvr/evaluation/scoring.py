@@ -14,26 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from realvr.answers.extract import extract_answer, is_correct
+from realvr.answers.extract import is_correct
 from realvr.evaluation import rules
+from realvr.evaluation.benchmark import benchmark_of
 from realvr.evaluation.effects import effects
+from realvr.evaluation.five_tasks import five_tasks, in_order
 from realvr.evaluation.records import Prediction
-from realvr.evaluation.rules import RULES, Rule, five_tasks, in_order
-from realvr.evaluation.statistics import Array, Tally, bootstrap, interval, mcnemar, mean_std
+from realvr.evaluation.rules import Rule
+from realvr.evaluation.statistics import Array, Bootstrap, Tally, bootstrap, interval, mcnemar, mean_std
 
 Rows = list[Prediction]
 VERSION = 2
 ABLATIONS = ("none", "mean", "other", "noise")
 """What stands in for the model's own latents: no span at all (K = 0), their mean over the set, another example's, noise
 of the same norms."""
-
-
-@dataclass(frozen=True)
-class Bootstrap:
-    """Settings of the bootstrap."""
-
-    resamples: int = 2000
-    seed: int = 0
 
 
 @dataclass
@@ -44,7 +38,7 @@ class Bench:
     cells: dict[tuple[str, int], Rows]
 
     def __post_init__(self) -> None:
-        self.rule: Rule = rules.rule_of(self.name)
+        self.rule: Rule = benchmark_of(self.name).rule
         self.units = rules.units(self.rule, (row for rows in self.cells.values() for row in rows))
 
     def tallies(self, *cells: Rows) -> tuple[list[Tally], list[int]]:
@@ -136,7 +130,7 @@ def group(predictions: Iterable[Prediction], policy: str | None = None) -> dict[
 
 def reread(row: Prediction, policy: str) -> Prediction:
     """The prediction with its text read under another policy."""
-    extracted = None if row.error else extract_answer(row.text, row.choices, policy)
+    extracted = None if row.error else benchmark_of(row.bench).extract(row.text, row.choices, policy)
     return replace(row, extracted=extracted, policy=policy, correct=is_correct(extracted, row.answer, row.choices))
 
 
@@ -193,8 +187,7 @@ def _bench(
         **counts(own, expected),
         "metrics": bench.rule.details(own),
     }
-    if bench.rule is RULES["mmvp"] and (pair_ci := _pair_interval(own, sampling)):
-        entry["metrics"]["pair_ci"] = pair_ci
+    entry["metrics"] |= bench.rule.intervals(own, sampling)
     ablation: dict[str, Any] = {}
     for name in ABLATIONS:
         rows = bench.cells.get(("own", 0) if name == "none" else (name, latents))
@@ -211,22 +204,6 @@ def _bench(
         cells = {k: bench.cells["own", k] for k in lengths}
         entry["sweep"] = {str(k): _against(bench, own, cells[k], sampling, expected)[0] for k in lengths}
     return entry, replicates
-
-
-def _pair_interval(rows: Rows, sampling: Bootstrap) -> list[float] | None:
-    """Interval of MMVP's pair accuracy: pairs are drawn, each with all its decoding seeds."""
-    found = rules.pairs(rows)
-    if not found:
-        return None
-    names, seeds = sorted({pair for pair, _ in found}), sorted({seed for _, seed in found})
-    tally = Tally(np.zeros((len(names), len(seeds))), np.zeros((len(names), len(seeds))))
-    for (pair, seed), both in found.items():
-        at = names.index(pair), seeds.index(seed)
-        tally.right_UC[at] = all(row.correct for row in both)
-        tally.asked_UC[at] = 1
-    drawn = bootstrap([tally], resamples=sampling.resamples, seed=(sampling.seed, zlib.crc32(b"mmvp pairs")))
-    low, high = interval(100 * drawn[0])
-    return [low, high]
 
 
 def _against(

@@ -27,7 +27,7 @@ class EvaluateSettings:
         latents: Number of latent slots K, or several with commas; by default the K the checkpoint was trained with.
         ablation: Also K = 0, mean latents, latents of another question, and noise.
         limit: At most this many questions of each benchmark: whole pairs and cycles, spread evenly, always the same.
-        policy: How the answer is read: strict, blink-official, vlmevalkit, mme-official or lvr.
+        policy: How the answer is read (docs/evaluation.md); by default as each benchmark says, which is strict.
         temperature: 0 is greedy.
         top_p: Sample from the smallest set of tokens with this probability mass.
         top_k: Sample from the k likeliest tokens; 0 switches it off.
@@ -36,8 +36,8 @@ class EvaluateSettings:
         stop_at_answer: End a reply once it has written </answer>; off, it goes on to the end token or the limit.
         batch: Questions asked at a time; by default 32 on a GPU, 16 on the CPU.
         processes: Processes that share the questions; process r uses GPU r.
-        blink_tasks: paper (the paper's five subtasks), all, or names with commas.
-        mmvp_corrected: Correct the answers that the original MMVP file swaps at Index 99/100 and 279/280.
+        tasks: Subtasks of a benchmark: paper (those of the paper), all, or names with commas. May be repeated.
+        variant: Another way to read the files of a benchmark; realvr benchmarks NAME lists them. May be repeated.
         images: Folder that the image paths of a benchmark are relative to. May be repeated.
         strict_data: Refuse a benchmark with a row that cannot be asked.
         min_tokens: Fewest visual tokens per image (families with variable grids); by default those of its training.
@@ -54,7 +54,7 @@ class EvaluateSettings:
     latents: str | None = None
     ablation: bool = True
     limit: int | None = None
-    policy: str = "strict"
+    policy: str | None = None
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -63,8 +63,8 @@ class EvaluateSettings:
     stop_at_answer: bool = True
     batch: int | None = None
     processes: int = 1
-    blink_tasks: str | None = None
-    mmvp_corrected: bool = False
+    tasks: Sequence[str] = ()
+    variant: Sequence[str] = ()
     images: Sequence[str] = ()
     strict_data: bool = False
     min_tokens: int | None = None
@@ -76,8 +76,7 @@ class EvaluateSettings:
 
     def check(self) -> None:
         """Refuse what can be seen to be wrong without reading data or weights."""
-        from realvr.answers.extract import POLICIES
-        from realvr.evaluation.catalog import blink_tasks
+        from realvr.evaluation.benchmark import benchmark_of
         from realvr.evaluation.questions import locate
 
         if not self.models:
@@ -85,8 +84,8 @@ class EvaluateSettings:
         if not self.bench:
             raise UserError("no benchmark named: --bench NAME=PATH (realvr benchmarks lists them)")
         benches = self.benches()
-        if self.policy not in POLICIES:
-            raise UserError(f"'{self.policy}' is not an extraction policy; there are {', '.join(POLICIES)}")
+        for name in benches:
+            benchmark_of(name).policy_or(self.policy)
         if self.limit is not None and self.limit < 1:
             raise UserError(f"--limit is {self.limit}: at least one question must be asked")
         if self.batch is not None and self.batch < 1:
@@ -99,12 +98,12 @@ class EvaluateSettings:
                 "the checkpoints of several training runs"
             )
         self.budgets()
-        blink_tasks(self.blink_tasks)
+        self.subtasks()
+        self.variants()
         model_names(self.models)
         for name, path in benches.items():
             locate(name, path)
-        folders = self.folders()
-        if unknown := [name for name in folders if name not in benches]:
+        if unknown := [name for name in self.folders() if name not in benches]:
             raise UserError(f"--images names {unknown[0]}, which is no --bench")
 
     def sampling(self) -> Sampling:
@@ -128,17 +127,43 @@ class EvaluateSettings:
 
     def folders(self) -> dict[str, str]:
         """Image folders by name of the benchmark."""
+        folders = self._by_bench("--images", self.images, "DIR")
+        for name, path in folders.items():
+            if not Path(path).is_dir():
+                raise UserError(f"--images '{name}={path}': {path} is not a folder")
+        return folders
+
+    def subtasks(self) -> dict[str, tuple[str, ...]]:
+        """Subtasks by name of the benchmark."""
+        from realvr.evaluation.benchmark import benchmark_of
+
+        asked = self._by_bench("--tasks", self.tasks, "SUBTASKS")
+        return {name: benchmark_of(name).subtasks(text) for name, text in asked.items()}
+
+    def variants(self) -> dict[str, str]:
+        """Variants of the files by name of the benchmark."""
+        from realvr.data.readers.base import ReadOptions
+        from realvr.evaluation.benchmark import benchmark_of
+
+        asked = self._by_bench("--variant", self.variant, "VARIANT")
+        for name, variant in asked.items():
+            benchmark_of(name).read_options(ReadOptions(), variant)
+        return asked
+
+    def _by_bench(self, flag: str, texts: Sequence[str], what: str) -> dict[str, str]:
+        """``NAME=VALUE`` by name: that of a --bench, or of a benchmark, whose values hold for its stand-in too."""
+        from realvr.evaluation.benchmark import BENCHMARKS, base_name
         from realvr.evaluation.questions import bench_name
 
-        found = {}
-        for text in self.images:
-            name, equals, path = text.partition("=")
-            if not equals or not path:
-                raise UserError(f"--images {text!r}: write NAME=DIR, NAME being that of a --bench")
-            if not Path(path).is_dir():
-                raise UserError(f"--images {text!r}: {path} is not a folder")
-            found[bench_name(name)] = path
-        return found
+        asked, benches = {}, self.benches()
+        for text in texts:
+            name, equals, value = text.partition("=")
+            if not equals or not value:
+                raise UserError(f"{flag} {text!r}: write NAME={what}, NAME being that of a --bench")
+            asked[bench_name(name)] = value
+        if unknown := [name for name in asked if name not in benches and name not in BENCHMARKS]:
+            raise UserError(f"{flag} names {unknown[0]}, which is no --bench")
+        return {name: asked[key] for name in benches for key in (base_name(name), name) if key in asked} | asked
 
     def budgets(self) -> tuple[int, ...] | None:
         """K from "8" or "0,2,4"."""
@@ -169,3 +194,21 @@ def model_names(models: Sequence[str]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [f"{number}-{part[-1]}" for number, part in enumerate(parts)]
+
+
+def written_out(args: Sequence[str]) -> list[str]:
+    """Arguments of ``realvr eval`` with the short flags of benchmarks (`Benchmark.flags`) written out."""
+    from realvr.evaluation.benchmark import BENCHMARKS
+
+    flags = {flag: long for bench in BENCHMARKS for flag, long in bench.flags.items()}
+    made, rest = [], iter(args)
+    for arg in rest:
+        name, equals, value = arg.partition("=")
+        long = flags.get(name.replace("_", "-"))
+        if long is None:
+            made.append(arg)
+        elif "{}" not in long:
+            made += [long] if long else []
+        else:
+            made.append(long.format(value if equals else next(rest, "")))
+    return made

@@ -19,6 +19,14 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
+class Bootstrap:
+    """Settings of the bootstrap."""
+
+    resamples: int = 2000
+    seed: int = 0
+
+
+@dataclass(frozen=True)
 class Tally:
     """Right answers and questions asked, per unit and column: both (U, C)."""
 

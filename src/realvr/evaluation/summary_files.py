@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from realvr.answers.extract import POLICIES
 from realvr.errors import UserError
+from realvr.evaluation.benchmark import known_policies
+from realvr.evaluation.five_tasks import five_title
 from realvr.evaluation.published import Row
 from realvr.evaluation.results import checked
-from realvr.evaluation.rules import five_title
 from realvr.evaluation.tables import PUBLISHED, markdown, published_mean, published_value
 from realvr.runs.files import write_atomically
 
@@ -35,7 +35,7 @@ def summary_path(directory: str | Path, policy: str = "", kind: str = "json") ->
 
 def other_policies(directory: str | Path) -> list[str]:
     """Policies under which a run has been scored beside its own."""
-    return [policy for policy in POLICIES if summary_path(directory, policy).is_file()]
+    return [policy for policy in known_policies() if summary_path(directory, policy).is_file()]
 
 
 def write_summary(

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from realvr.evaluation.benchmark import title
 from realvr.evaluation.effects import TITLES, effects
-from realvr.evaluation.published import COLUMNS, Row
-from realvr.evaluation.rules import five_title
+from realvr.evaluation.five_tasks import five_title
+from realvr.evaluation.published import Row, value_of
 from realvr.evaluation.scoring import ABLATIONS
 from realvr.evaluation.statistics import displayed
 
@@ -22,15 +23,6 @@ if TYPE_CHECKING:
 
 PUBLISHED = "published, not measured"
 WIDTH = 150
-NAMES = {
-    "mmvp": "MMVP",
-    "blink": "BLINK",
-    "hrbench-4k": "HR-Bench 4K",
-    "hrbench-8k": "HR-Bench 8K",
-    "mme-realworld": "MME-RealWorld",
-    "mme-realworld-lite": "MME-RealWorld-Lite",
-    "vstar": "V*",
-}
 CONDITIONS = {"none": "no span", "mean": "mean latents", "other": "another's latents", "noise": "noise"}
 READ = "read %: replies that can be read under the condition; one that cannot be read counts as wrong."
 
@@ -40,11 +32,6 @@ class Table:
     title: str
     header: list[str]
     rows: list[list[str]]
-
-
-def title(bench: str) -> str:
-    """What a benchmark is called in tables."""
-    return NAMES.get(bench, bench)
 
 
 def tables(summary: Mapping[str, Any], beside: Row | None = None, narrow: bool = False) -> list[Table]:
@@ -249,7 +236,7 @@ def _present(summary: Mapping[str, Any]) -> list[str]:
 
 def published_value(beside: Row, bench: str, entry: Mapping[str, Any]) -> tuple[float, float | None] | None:
     """The paper's number for a score, only where the score is over the set behind it."""
-    return beside.values.get(COLUMNS.get(bench, "")) if entry.get("not_published_set", "?") == "" else None
+    return value_of(beside, bench) if entry.get("not_published_set", "?") == "" else None
 
 
 def published_mean(beside: Row, summary: Mapping[str, Any]) -> tuple[float, float | None] | None:
@@ -353,9 +340,9 @@ def _details(bench: str, metrics: Mapping[str, Any], path: tuple[str, ...] = ())
             else:
                 yield from _details(bench, value, (*path, name))
         elif isinstance(value, float):
-            # MMVP's pairs come with their own number and interval.
-            beside = f" ({_interval(metrics['pair_ci'])})" if name == "pair" and "pair_ci" in metrics else ""
-            n = str(metrics["pairs"]) if name == "pair" else ""
+            # Some come with their own interval (pair_ci) and number (pairs).
+            beside = f" ({_interval(metrics[f'{name}_ci'])})" if f"{name}_ci" in metrics else ""
+            n = str(metrics.get(f"{name}s", ""))
             yield [title(bench), " / ".join((*path, name)), _number(value) + beside, n]
 
 

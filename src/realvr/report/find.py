@@ -10,9 +10,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from realvr.answers.extract import POLICIES
 from realvr.diagnostics.results import FILES
 from realvr.errors import UserError
+from realvr.evaluation.benchmark import known_policies
 from realvr.evaluation.results import EVAL_FILE, EvalRecord, is_spread, load_summary
 from realvr.evaluation.run_folder import RECORD
 from realvr.evaluation.summary_files import SUMMARY, other_policies, summary_path
@@ -30,8 +30,8 @@ Found = dict[Path, list[tuple[Result, str]]]
 
 def find(roots: Sequence[Path], policy: str | None = None) -> Results:
     """Results below ``roots``, arms in display order; scores under ``policy``, by default each run's own."""
-    if policy is not None and policy not in POLICIES:
-        raise UserError(f"'{policy}' is not an extraction policy; there are {', '.join(POLICIES)}")
+    if policy is not None and policy not in known_policies():
+        raise UserError(f"'{policy}' is not an extraction policy; there are {', '.join(known_policies())}")
     results, arms = Results([], policy=policy), []
     found: Found = {}
     for root in roots:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from realvr.answers.extract import POLICIES
+from realvr.evaluation.benchmark import known_policies
 from realvr.evaluation.comparison import compare
 from realvr.evaluation.effects import TITLES, effects
 from realvr.evaluation.finished import predictions_of
@@ -227,7 +227,7 @@ def _trained(result: Evaluation) -> int | None:
 def _policy(*results: Evaluation) -> str | None:
     """The policy behind both summaries: they may have been scored again under another one than the predictions."""
     named = {entry["policy"] for result in results for entry in result.summary["benches"].values()}
-    return named.pop() if len(named) == 1 and named <= set(POLICIES) else None
+    return named.pop() if len(named) == 1 and named <= set(known_policies()) else None
 
 
 def _with_predictions(arm: Arm) -> Evaluation | None:

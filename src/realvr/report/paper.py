@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from realvr.evaluation.published import COLUMNS, Row, published
-from realvr.evaluation.tables import NAMES
+from realvr.evaluation.benchmark import BENCHMARKS, title
+from realvr.evaluation.published import AVERAGE, Row, mean_columns, published
 from realvr.widgets import DASH, Cell, Fold, Section, Table, Text, number, with_std
 
 MARK = "published, not measured here"
-_FIVE = ("mmvp", "blink", "hrbench-4k", "hrbench-8k", "mme-realworld", "average")
 _SOURCE = "From the paper; standard deviations over its training seeds where it prints them."
 
 
@@ -40,9 +39,9 @@ def section() -> Section:
 
 def beside(benches: Sequence[str]) -> list[Table]:
     """The paper's results on the published sets that were asked; its mean only beside all five."""
-    columns = [COLUMNS[name] for name in benches if name in COLUMNS]
-    columns += ["average"] if set(columns) == set(COLUMNS.values()) else []
-    header = ["method", "backbone", *(NAMES.get(column, "average") for column in columns)]
+    columns = [column for bench in BENCHMARKS if (column := bench.column) and bench.name in benches]
+    columns += [AVERAGE] if set(columns) == set(mean_columns()) else []
+    header = ["method", "backbone", *map(title, columns)]
     rows: list[list[Cell | str]] = [
         [row.method, row.backbone, *_cells(row, columns)]
         for table in ("main-backbone-results", "cross-backbone-results")
@@ -52,8 +51,11 @@ def beside(benches: Sequence[str]) -> list[Table]:
 
 
 def _benches(caption: str, rows: Sequence[Row], name: str = "method") -> Table:
-    header = [name, *(NAMES.get(column, "average") for column in _FIVE)]
-    made: list[list[Cell | str]] = [[row.method if name == "method" else row.row, *_cells(row, _FIVE)] for row in rows]
+    columns = (*mean_columns(), AVERAGE)
+    header = [name, *map(title, columns)]
+    made: list[list[Cell | str]] = [
+        [row.method if name == "method" else row.row, *_cells(row, columns)] for row in rows
+    ]
     return Table(f"{caption} ({MARK})", header, made, _SOURCE, published=True)
 
 
@@ -76,7 +78,7 @@ def sweep_table() -> list[Fold]:
     rows = published("latent-length-ablation")
     budgets = list(rows[0].values)
     made: list[list[Cell | str]] = [
-        [NAMES.get(row.row, row.row), *(Cell(number(row.values[k][0], sign=True)) for k in budgets)] for row in rows
+        [title(row.row), *(Cell(number(row.values[k][0], sign=True)) for k in budgets)] for row in rows
     ]
     caption = f"ReaLVR on Qwen2.5-VL-7B: difference from K = 8, percentage points ({MARK})"
     table = Table(caption, ["benchmark", *(f"K = {k}" for k in budgets)], made, _SOURCE, published=True)

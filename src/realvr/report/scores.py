@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from realvr.evaluation import tables
+from realvr.evaluation.benchmark import title
 from realvr.evaluation.effects import TITLES, effects
+from realvr.evaluation.five_tasks import five_title, in_order
 from realvr.evaluation.results import AnyBench, AnySummary, Summary, is_spread
-from realvr.evaluation.rules import five_title, in_order
 from realvr.evaluation.scoring import ABLATIONS
-from realvr.evaluation.tables import title
 from realvr.report.results import Arm, Results
 from realvr.training.records import TrainingRun
 from realvr.widgets import (

@@ -22,7 +22,7 @@ PIXELS_ABOVE = 2.0
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How files are read. Every field but ``broken_images`` is a flag of ``realvr data check``."""
+    """How files are read. Every field but the last two is a flag of ``realvr data check``."""
 
     images: str | Path | None = None
     """Folder that image paths are relative to; None means the folder of the data file."""
@@ -41,6 +41,8 @@ class ReadOptions:
     broken_images: Literal["drop", "keep"] = "drop"
     """What happens to a row that does not hold the image it should (an empty cell, invalid base64, a path that leaves
     the folder): ``keep`` gives it an image that cannot be opened, so that an evaluation counts the question."""
+    variant: str = ""
+    """Another way to read the same files, where a benchmark offers one (``realvr eval --variant``)."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,10 @@ class Format:
     """Whether a folder is a valid input."""
     pixels_only: bool = False
     """Whether boxes are in pixels by the format's definition."""
+    tables: tuple[tuple[str, ...], ...] = ()
+    """Columns that its tables (TSV, parquet) must have, in each of its layouts."""
+    files: Callable[[Path, ReadOptions], list[Path]] | None = None
+    """The files that a folder stands for, in order; None: every parquet file in it. Raises `FileError`."""
 
 
 def require(row: dict[str, Any], key: str) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from realvr.data import reasons
-from realvr.data.parquet import parquet_rows
+from realvr.data.parquet import files_in, parquet_rows
 from realvr.data.readers.base import (
     Context,
     Format,
@@ -23,12 +24,13 @@ from realvr.data.readers.base import (
     text_of,
 )
 from realvr.data.readers.cells import cell_image, no_image
-from realvr.data.reasons import BadRow
+from realvr.data.reasons import BadRow, FileError
 from realvr.data.sample import Sample
 
 IMAGES = ("image_1", "image_2", "image_3", "image_4")
 REQUIRED = ("idx", "question", "choices", "answer", "image_1")
 COLUMNS = ("idx", "question", "prompt", "choices", "answer", "sub_task", *IMAGES)
+_SPLIT_FILE = re.compile(r"(\w+)-\d+-of-\d+")
 
 
 def parse(row: dict[str, Any], ctx: Context) -> Sample:
@@ -62,4 +64,16 @@ def rows(path: Path, options: ReadOptions) -> Iterator[Row]:
     return parquet_rows(path, COLUMNS)
 
 
-FORMAT = Format("blink", "BLINK parquet tree", rows, parse, folders=True)
+def of_split(path: Path, options: ReadOptions) -> list[Path]:
+    """The files of one split of a tree; all of them where none is named after a split."""
+    files = files_in(path)
+    marked = {file: match[1] for file in files if (match := _SPLIT_FILE.match(file.name))}
+    if not marked:
+        return files
+    if options.split not in marked.values():
+        there = ", ".join(sorted(set(marked.values())))
+        raise FileError(reasons.FILE_MISSING, f"{path}: no files of split {options.split!r}; there are {there}")
+    return [file for file in files if marked.get(file) == options.split]
+
+
+FORMAT = Format("blink", "BLINK parquet tree", rows, parse, folders=True, tables=(REQUIRED,), files=of_split)

@@ -49,4 +49,4 @@ def rows(path: Path, options: ReadOptions) -> Iterator[Row]:
     return parquet_rows(path, REQUIRED) if path.suffix.lower() == ".parquet" else table_rows(path, "image")
 
 
-FORMAT = Format("hr-bench", "HR-Bench TSV or parquet", rows, parse, folders=True)
+FORMAT = Format("hr-bench", "HR-Bench TSV or parquet", rows, parse, folders=True, tables=(REQUIRED,))

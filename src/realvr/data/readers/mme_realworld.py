@@ -157,4 +157,4 @@ def rows(path: Path, options: ReadOptions) -> Iterator[Row]:
     return table_rows(path, image_column(table_header(path))) if path.suffix.lower() == ".tsv" else json_rows(path)
 
 
-FORMAT = Format("mme-realworld", "MME-RealWorld JSON or TSV", rows, parse, folders=True)
+FORMAT = Format("mme-realworld", "MME-RealWorld JSON or TSV", rows, parse, folders=True, tables=TABLES)

@@ -19,7 +19,7 @@ from realvr.data.readers.base import (
     question_of,
     text_of,
 )
-from realvr.data.reasons import BadRow
+from realvr.data.reasons import BadRow, FileError
 from realvr.data.sample import LETTERS, ImageRef, Sample
 from realvr.data.tables import csv_rows
 
@@ -64,7 +64,8 @@ def parse(row: dict[str, Any], ctx: Context) -> Sample:
     index = int(number)
     choices = parse_options(text_of(row, "Options"))
     answer = letter_answer(text_of(row, "Correct Answer"), choices)
-    if ctx.options.mmvp_corrected and index in SWAPPED and answer in "AB" and len(choices) == 2:
+    corrected = ctx.options.mmvp_corrected or ctx.options.variant == "corrected"
+    if corrected and index in SWAPPED and answer in "AB" and len(choices) == 2:
         answer = "B" if answer == "A" else "A"
     return Sample.ask(
         number,
@@ -85,4 +86,11 @@ def rows(path: Path, options: ReadOptions) -> Iterator[Row]:
         yield replace(row, file=file, images=Path(options.images or file.parent))
 
 
-FORMAT = Format("mmvp", "MMVP folder", rows, parse, folders=True)
+def files(path: Path, options: ReadOptions) -> list[Path]:
+    """The folder itself, which must hold ``Questions.csv``."""
+    if not (path / QUESTIONS).is_file():
+        raise FileError(reasons.FILE_MISSING, f"{path}: no {QUESTIONS} in this folder")
+    return [path]
+
+
+FORMAT = Format("mmvp", "MMVP folder", rows, parse, folders=True, files=files)

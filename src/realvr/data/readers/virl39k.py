@@ -80,4 +80,4 @@ def rows(path: Path, options: ReadOptions) -> Iterator[Row]:
     return parquet_rows(path, COLUMNS)
 
 
-FORMAT = Format("virl39k", "ViRL39K parquet", rows, parse, folders=True)
+FORMAT = Format("virl39k", "ViRL39K parquet", rows, parse, folders=True, tables=(REQUIRED,))

@@ -90,4 +90,4 @@ def rows(path: Path, options: ReadOptions) -> Iterator[Row]:
     return parquet_rows(path, COLUMNS) if path.suffix.lower() == ".parquet" else json_rows(path)
 
 
-FORMAT = Format("vstar", "V* JSON lines or parquet", rows, parse, folders=True)
+FORMAT = Format("vstar", "V* JSON lines or parquet", rows, parse, folders=True, tables=(REQUIRED,))
