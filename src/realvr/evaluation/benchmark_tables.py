@@ -74,7 +74,11 @@ def rules_table() -> str:
 
 
 def _mean(bench: type[Benchmark]) -> str:
-    return "yes" if bench.slot else ""
+    """Whether its score enters the mean."""
+    if not bench.slot:
+        return ""
+    first = next(other for other in BENCHMARKS if other.slot == bench.slot)
+    return "yes" if first is bench else f"where `{first.name}` is missing"
 
 
 def _questions(bench: type[Benchmark]) -> str:
@@ -87,5 +91,5 @@ def _questions(bench: type[Benchmark]) -> str:
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|").replace(" <", " \\<") for cell in row) + " |" for row in rows]
     return "\n".join(lines)
