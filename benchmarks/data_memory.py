@@ -28,8 +28,8 @@ HEADER = "index\tquestion\tanswer\tcategory\tA\tB\tC\tD\tcycle_category\timage\n
 CHECK = """
 import json, resource, sys
 from pathlib import Path
-from realvr.cli.data import check
-code = check([Path(sys.argv[1])], json=True)
+from realvr.cli.data import CheckCommand, check
+code = check(CheckCommand([Path(sys.argv[1])], json=True))
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 print(json.dumps({"exit": code, "peak_mb": round(peak, 1), "torch": "torch" in sys.modules}))
 """

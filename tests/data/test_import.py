@@ -13,6 +13,7 @@ import pytest
 
 from realvr.cli import main
 from realvr.data import Report, read
+from realvr.data.importing import ImportSettings, import_boxes
 from realvr.errors import UserError
 from stage_runs import config_file, configure, lines
 
@@ -300,9 +301,7 @@ def test_inputs_that_are_something_else(voc_folder: Path, capsys: pytest.Capture
     imported("voc", voc_folder / "annotations", "--out", out)
     assert "left out 2 file_unreadable" in capsys.readouterr().out
     with pytest.raises(UserError, match="overwrite an input"):
-        from realvr.cli.data_import import import_boxes
-
-        import_boxes("coco", [other], other)
+        import_boxes(ImportSettings("coco", [other], other))
 
 
 def test_a_model_trains_on_what_was_imported(

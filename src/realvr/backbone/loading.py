@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import socket
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import torch
+from PIL.Image import Image
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils import cached_file, logging
@@ -28,6 +30,7 @@ from realvr.backbone.released import save_weights, settle_output_layer
 from realvr.errors import UserError
 from realvr.families import FAMILIES, MARKERS, Family, family_of
 from realvr.imaging.processing import ImageProcessor, Limits
+from realvr.imaging.types import Grid
 from realvr.models import DTYPE as NAMED_DTYPE
 from realvr.models import is_named, locate
 from realvr.runs.files import read_json
@@ -100,6 +103,12 @@ def load_processor(path: str | Path, max_tokens: int | None = None) -> ImageProc
     config, family = read_config(source)
     limits = _stored_limits(_remembered(config, source), source).then(Limits(max_tokens=max_tokens))
     return ImageProcessor.load(source, family, config, **vars(limits))
+
+
+def token_grids(path: str | Path, max_tokens: int | None = None) -> Callable[[Image], Grid]:
+    """Image to the grid of its visual tokens, as a checkpoint lays them out; its weights are not read."""
+    processor = load_processor(path, max_tokens)
+    return lambda image: processor(image).grid
 
 
 def _stored_limits(known: dict[str, Any], source: str) -> Limits:
