@@ -13,7 +13,7 @@ import json
 import re
 from pathlib import Path
 
-from realvr.answers.extract import extract_choice
+from realvr.answers import extract_choice
 
 FOUR_POINTS = ["Point A", "Point B", "Point C", "Point D"]
 SECOND_THIRD = ["the second image", "the third image"]

@@ -86,10 +86,10 @@ def test_ask_without_latents_has_no_span(model: Path, picture: Path) -> None:
 
 
 def test_ask_takes_the_first_answer_block() -> None:
-    from realvr.cli.ask import extract
+    from realvr.answers import PARSERS
 
-    assert extract("so <answer> B </answer> and <answer>C</answer>") == "B"
-    assert extract("  no block ") == "no block"
+    assert PARSERS["ask"].read("so <answer> B </answer> and <answer>C</answer>", ()) == "B"
+    assert PARSERS["ask"].read("  no block ", ()) == "no block"
 
 
 def errors(tmp_path: Path, model: Path, picture: Path) -> dict[str, tuple[tuple[str | Path, ...], str]]:

@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from realvr import models
-from realvr.answers.extract import extract_answer, is_correct
+from realvr.answers import equal, extract_answer
 from realvr.backbone import Backbone
 from realvr.backbone.samples import conversation
 from realvr.cli import main
@@ -119,7 +119,7 @@ def _right(name: str, latents: int, count: int) -> tuple[float, float]:
     requests = [Request(sample, conversation(sample, [image.open() for image in sample.images])) for sample in fresh]
     (replies,) = responder.reply(requests, [Plan(latents)])
     read = [extract_answer(reply.text, sample.choices) for reply, sample in zip(replies, fresh, strict=True)]
-    right = [is_correct(got, sample.answer, sample.choices) for got, sample in zip(read, fresh, strict=True)]
+    right = [bool(equal(got, sample.answer, sample.choices)) for got, sample in zip(read, fresh, strict=True)]
     return sum(right) / count, sum(got is not None for got in read) / count
 
 

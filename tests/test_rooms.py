@@ -39,7 +39,7 @@ ROOMS = {
     "report": "imaging data world backbone latent evaluation training diagnostics",
     "demo": "imaging data world backbone zoo latent evaluation training diagnostics report",
     "cli": "imaging data world backbone zoo latent evaluation training diagnostics report demo",
-    "benchmarks": "evaluation",  # a deprecated name
+    "benchmarks": "",  # a deprecated name
 }
 """Rooms in the order in which data flows, and which of them each may import."""
 
@@ -47,8 +47,6 @@ ARROWS = {name: set(allowed.split()) for name, allowed in LEAVES.items()} | {
     name: set(allowed.split()) | set(LEAVES) for name, allowed in ROOMS.items()
 }
 KNOWN = {
-    ("realvr.answers.extract", "data"),
-    ("realvr.answers.strict", "data"),
     ("realvr.demo.steps", "cli"),
     ("realvr.diagnostics.grounding", "training"),
 }

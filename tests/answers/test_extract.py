@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realvr.answers.extract import POLICIES, extract_answer, extract_choice, is_correct
+from realvr.answers import POLICIES, equal, extract_answer, extract_choice
 from realvr.errors import UserError
 
 COLOURS = ["red", "dark red", "blue", "green"]
@@ -161,10 +161,10 @@ def test_only_options_of_the_row_count() -> None:
 def test_free_answers_and_correctness() -> None:
     assert extract_answer("so <answer> 12 cm. </answer>", []) == "12 cm"
     assert extract_answer("12 cm", []) is None
-    assert is_correct("12 CM", "12 cm", [])
-    assert not is_correct("13 cm", "12 cm", [])
-    assert not is_correct(None, "A", ["x", "y"])
-    assert is_correct("A", "A", ["x", "y"])
+    assert equal("12 CM", "12 cm", [])
+    assert not equal("13 cm", "12 cm", [])
+    assert not equal(None, "A", ["x", "y"])
+    assert equal("A", "A", ["x", "y"])
     with pytest.raises(UserError, match="blink-official"):
         extract_choice("A", ["x", "y"], "official")
 

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from optional import need_package
 from realvr.data.sample import Sample, Source
 from realvr.errors import UserError
 from realvr.training import rewards
-
-
-@pytest.fixture(autouse=True)
-def forget() -> None:
-    """Symbolic comparisons are remembered: here each test looks for itself whether math-verify is there."""
-    rewards._symbolically_equal.cache_clear()
-
 
 COLORS = ["red", "blue", "dark green"]
 
@@ -155,7 +144,6 @@ def test_values_are_floats() -> None:
     ],
 )
 def test_symbolic_answers(given: str, truth: str, right: bool) -> None:
-    need_package("math_verify")
     assert rewards.correct(given, free(truth)) is right
     assert rewards.accuracy(f"<answer>{given}</answer>", free(truth)) == float(right)
 
@@ -163,43 +151,6 @@ def test_symbolic_answers(given: str, truth: str, right: bool) -> None:
 def test_symbols_do_not_turn_one_option_into_another() -> None:
     """Two options that are equal as numbers stay two options."""
     assert not rewards.correct("A", choice("B", ["1/2", "0.5"]))
-
-
-def test_without_math_verify_answers_are_compared_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *args: None if name == "math_verify" else find(name, *args)
-    )
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    assert not rewards.correct("1/2", free("0.5"))
-    assert rewards.correct("0.5", free("0.5"))
-
-
-def test_math_verify_is_asked_about_free_answers_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in, so that the path is tested where the package is missing."""
-    asked: list[tuple[Any, Any]] = []
-
-    class Stub:
-        @staticmethod
-        def parse(text: str, raise_on_error: bool) -> list[str]:
-            return [] if "?" in text else [text.strip("$")]
-
-        @staticmethod
-        def verify(gold: list[str], target: list[str], raise_on_error: bool) -> bool:
-            asked.append((gold, target))
-            return True
-
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *args: Stub if name == "math_verify" else find(name, *args)
-    )
-    monkeypatch.setitem(sys.modules, "math_verify", Stub)
-    assert rewards.correct("1/2", free("0.5"))
-    assert asked == [(["0.5"], ["1/2"])]  # the truth first: the check is not symmetric
-    assert not rewards.correct("?", free("0.5")) and not rewards.correct("1/2", free("?"))
-    assert not rewards.correct("A", choice())
-    assert rewards.correct("0.5", free("0.5"))
-    assert len(asked) == 1
 
 
 # ---------------------------------------------------------------------- loading

@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from realvr.data.sample import LETTERS
+from realvr.answers.text import LETTERS
 
 _BLOCK = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 _TAG = re.compile(r"</?answer>|</?s>|<\|[a-z_]+\|>", re.IGNORECASE)

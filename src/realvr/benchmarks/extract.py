@@ -1,7 +1,11 @@
-"""Deprecated: `realvr.answers.extract` is the home of these names."""
+"""Deprecated: `realvr.answers` is the home of these names."""
 
 from __future__ import annotations
 
-from realvr.answers.extract import extract_choice
+from realvr.lazy import lazy_names
 
-__all__ = ["extract_choice"]
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {},
+    {name: f"realvr.answers.{name}" for name in ("POLICIES", "extract_answer", "extract_choice")},
+)

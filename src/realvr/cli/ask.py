@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json as json_module
 import os
-import re
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from realvr.answers import JUDGE, PARSERS, equal
 from realvr.errors import UserError
 from realvr.runs.progress import busy
 
@@ -39,6 +39,7 @@ def ask(
     device: str | None = None,
     dtype: str | None = None,
     json: bool = False,
+    expected: str | None = None,
 ) -> int:
     """Ask a model a question about one or more images and print its answer.
 
@@ -65,6 +66,7 @@ def ask(
         device: cpu, cuda, cuda:1, …; by default the GPU where there is one.
         dtype: float32, bfloat16, float16; by default the checkpoint's own.
         json: Print one JSON object: answer, text, latents, latent_norms, finish_reason, seconds, and more.
+        expected: The right answer. Also print whether the model's equals it, as an evaluation would decide.
     """
     if not what:
         raise UserError('no question: realvr ask MODEL IMAGE… "QUESTION"')
@@ -100,7 +102,11 @@ def ask(
             f"realvr: note: {model} was trained with K = {backbone.latents}; K = {count} was chosen explicitly",
             file=sys.stderr,
         )
+    if expected is not None:
+        result |= {"expected": expected, "correct": bool(equal(result["answer"], expected)), "judge": JUDGE}
     print(json_module.dumps(result, ensure_ascii=False) if json else result["answer"])
+    if expected is not None and not json:
+        print(f"{'equals' if result['correct'] else 'does not equal'} the expected answer, {expected}")
     return 0
 
 
@@ -116,7 +122,8 @@ def answer(
     result = rollout(backbone, [prompt], sampling=sampling, latents=latents, seed=seed)
     completion = result.completions[0][0]
     return {
-        "answer": extract(completion.text),
+        "answer": PARSERS["ask"].read(completion.text, ()),
+        "parser": str(PARSERS["ask"]),
         "text": completion.text,
         "latents": latents,
         "latent_norms": [round(norm, 6) for norm in result.latents_BKD[0].float().norm(dim=-1).tolist()],
@@ -127,9 +134,3 @@ def answer(
         "visual_tokens": [image.tokens for image in prompt.images],
         "new_tokens": len(completion.ids),
     }
-
-
-def extract(text: str) -> str:
-    """The content of the answer block, or the whole text where there is none."""
-    block = re.search(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    return (block.group(1) if block else text).strip()

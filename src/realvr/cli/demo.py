@@ -17,7 +17,7 @@ from realvr.demo.plan import DemoSettings, quick_settings, steps_of
 from realvr.errors import UserError
 
 INTERRUPTED = 130
-NEEDED = {"accelerate": "train", "math_verify": "train"}
+NEEDED = {"accelerate": "train"}
 """Packages of extras that the demo uses."""
 
 

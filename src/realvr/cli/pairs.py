@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from rich.table import Table
 
-from realvr.answers.extract import POLICIES
+from realvr.answers import parser
 from realvr.diagnostics import counterfactual_summary, exchange_summary
 from realvr.diagnostics.files import claim, write_csv
 from realvr.diagnostics.numbers import controls_line
@@ -231,8 +231,7 @@ def _check(**numbers: int) -> None:
 
 
 def _check_policy(policy: str) -> None:
-    if policy not in POLICIES:
-        raise UserError(f"--policy is '{policy}': choose one of {', '.join(POLICIES)}")
+    parser(policy, "evaluation")
 
 
 def _note(text: str) -> None:

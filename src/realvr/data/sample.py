@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from realvr.answers.text import LETTERS
 from realvr.imaging.reference import ImageRef as ImageRef
 
 Role = Literal["system", "user", "assistant"]
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _IMAGE_TAG = re.compile(r"<image>")
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from realvr.answers.extract import extract_answer
+from realvr.answers import JUDGE, parser
 from realvr.backbone.samples import conversation
 from realvr.backbone.types import Turn
 from realvr.data.sample import Sample
@@ -41,7 +41,7 @@ class PairOptions:
     protocols: tuple[Protocol, ...] = ("two-turn", "separate")
     first_spans: tuple[FirstSpan, ...] = ("keep", "drop")
     policy: Any = "strict"
-    """How answers are read out of text, see `extract_answer`."""
+    """How answers are read out of text, see `realvr.answers.POLICIES`."""
     batch: int = 8
     """Pairs per batch."""
 
@@ -141,8 +141,9 @@ def _replies(responder: Responder, requests: Sequence[Request | str], latents: i
 
 def _record(pair: Pair, variant: Variant, replies: Sequence[Reply], options: PairOptions) -> Record:
     """One line of counterfactual.jsonl; lists hold the first and the second view."""
+    reader = parser(options.policy, "evaluation")
     extracted = [
-        None if reply.error is not None else extract_answer(reply.text, view.choices, options.policy)
+        None if reply.error is not None else reader.read(reply.text, view.choices)
         for reply, view in zip(replies, pair.views, strict=True)
     ]
     return {
@@ -158,6 +159,8 @@ def _record(pair: Pair, variant: Variant, replies: Sequence[Reply], options: Pai
         "questions": [view.id for view in pair.views],
         "choices": list(pair.original.choices),
         "policy": options.policy,
+        "parser": str(reader),
+        "judge": JUDGE,
         "prompts": [reply.prompt for reply in replies],
         "finish": [reply.finish for reply in replies],
         "new_tokens": [reply.new_tokens for reply in replies],

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from realvr.answers.canonical import same
+from realvr.answers import equal
 from realvr.diagnostics.files import markdown
 from realvr.diagnostics.numbers import controls, controls_line, macro, mean, percent, rate
 from realvr.runs.journal import Record
@@ -115,14 +115,14 @@ def numbers(records: Sequence[Record]) -> dict[str, Any]:
 
 def _outcome(record: Record) -> dict[str, Any]:
     (first, second), (y0, y1) = record["extracted"], record["truths"]
-    right_0 = first is not None and same(first, y0)
-    right_1 = second is not None and same(second, y1)
+    choices = record.get("choices", ())
+    right_0, right_1 = bool(equal(first, y0, choices)), bool(equal(second, y1, choices))
     return {
-        "should": not same(y0, y1),
+        "should": not equal(y0, y1, choices),
         "right_0": right_0,
         "right_1": right_1,
         "both": right_0 and right_1,
-        "changes": first is not None and second is not None and not same(first, second),
+        "changes": first is not None and second is not None and not equal(first, second, choices),
         "parsed": (first is not None) + (second is not None),
         "errors": sum(error is not None for error in record["errors"]),
     }

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realvr.answers.extract import extract_answer
+from realvr.answers import JUDGE, parser
 from realvr.backbone.attention import Probe
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.samples import answer_tokens, pad_answers
@@ -304,7 +304,8 @@ def _record(
 ) -> Record:
     """One line of exchange.jsonl. ``positions`` count slots from 1, as t does in the paper."""
     own, donor = answered.scores
-    text = answered.completion.text
+    text, choices = answered.completion.text, recipient.pair.original.choices
+    reader = parser(options.policy, "evaluation")
     return {
         "pair": recipient.pair.id,
         "edit": recipient.pair.edit,
@@ -314,12 +315,15 @@ def _record(
         "positions": [position + 1 for position in positions],
         "recipient_truth": recipient.truths[0],
         "donor_truth": recipient.truths[1],
-        "extracted": extract_answer(text, recipient.pair.original.choices, options.policy),
+        "extracted": reader.read(text, choices),
         "text": text,
         "recipient_score": own,
         "donor_score": donor,
         "margin": donor - own,
+        "choices": list(choices),
         "policy": options.policy,
+        "parser": str(reader),
+        "judge": JUDGE,
         "prompt": prompt,
         "unrelated": recipient.control.id if isinstance(recipient.control, Pair) else None,
         "finish": answered.completion.finish,

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from realvr.answers.canonical import same
+from realvr.answers import equal
 from realvr.diagnostics.files import markdown
 from realvr.diagnostics.numbers import controls, controls_line, mean, rate
 from realvr.runs.journal import Record
@@ -70,8 +70,12 @@ def _order(item: tuple[_Row, Any]) -> tuple[int, int, str]:
     return ["unmodified", "sham", "swap", "unrelated"].index(condition), k, selector
 
 
+def _follows(record: Record, truth: str) -> bool:
+    return bool(equal(record["extracted"], record[truth], record.get("choices", ())))
+
+
 def _donor(record: Record) -> bool:
-    return record["extracted"] is not None and same(record["extracted"], record["donor_truth"])
+    return _follows(record, "donor_truth")
 
 
 def _lift(record: Record, sham: Record) -> float:
@@ -99,9 +103,7 @@ def _row(row: _Row, records: Sequence[Record], lifts: dict[str, float], shifts: 
         "k": row[2],
         "answers": len(records),
         "donor_frequency": share(_donor),
-        "recipient_frequency": share(
-            lambda r: r["extracted"] is not None and same(r["extracted"], r["recipient_truth"])
-        ),
+        "recipient_frequency": share(lambda record: _follows(record, "recipient_truth")),
         "parse_coverage": share(lambda r: r["extracted"] is not None),
         "donor_lift": mean(list(lifts.values())),
         "margin_shift": mean(list(shifts.values())),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from realvr.answers.canonical import canonical, same
+from realvr.answers import canonical_answer, equal
 from realvr.data.readers.base import ReadOptions
 from realvr.data.reading import Report, read
 from realvr.data.sample import Sample
@@ -44,7 +44,7 @@ class Pair:
     @cached_property
     def truths(self) -> tuple[str, str]:
         """``(y0, y1)``."""
-        first, second = (canonical(view.answer, view.choices) for view in self.views)
+        first, second = (canonical_answer(view.answer, view.choices) for view in self.views)
         if first is None or second is None:
             raise UserError(f"pair {self.id}: a right answer names no option of its question")
         return first, second
@@ -52,7 +52,7 @@ class Pair:
     @property
     def changed(self) -> bool:
         """Whether the pair is in C (the right answer changes) or in U."""
-        return not same(*self.truths)
+        return not equal(*self.truths, self.original.choices)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from realvr.answers.extract import is_correct
+from realvr.answers import JUDGE, equal
 from realvr.backbone.samples import conversation
 from realvr.data.sample import ImageRef, Sample
 from realvr.errors import UserError
@@ -146,7 +146,8 @@ def prediction(
 ) -> Prediction:
     """The record of one reply, read under ``policy``."""
     sample = asked.sample
-    extracted = None if reply.error is not None else benchmark_of(bench).extract(reply.text, sample.choices, policy)
+    parser = benchmark_of(bench).parser(policy)
+    extracted = None if reply.error is not None else parser.read(reply.text, sample.choices)
     return Prediction(
         bench=bench,
         question=sample.id,
@@ -158,7 +159,9 @@ def prediction(
         text=reply.text,
         extracted=extracted,
         policy=policy,
-        correct=reply.error is None and is_correct(extracted, sample.answer, sample.choices),
+        parser=str(parser),
+        judge=JUDGE,
+        correct=bool(equal(extracted, sample.answer, sample.choices)),
         choices=list(sample.choices),
         task=sample.task,
         category=sample.category,

@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, ClassVar
 
-from realvr.answers.extract import POLICIES, extract_answer
+from realvr.answers import POLICIES, Parser, parser
 from realvr.data.readers.base import Format, ReadOptions
 from realvr.data.sample import LETTERS, Message, Sample
 from realvr.data.wording import asked_turns
@@ -96,12 +96,17 @@ class Benchmark:
         return asked_turns(sample)
 
     @classmethod
-    def extract(cls, text: str, choices: Sequence[str], policy: str) -> str | None:
-        """The answer that a reply gives under ``policy``; None where it cannot be read."""
+    def parser(cls, policy: str) -> Parser:
+        """What reads replies under ``policy``: a parser of `realvr.answers`, or one of the benchmark's own."""
         if policy not in cls.policies:
-            return extract_answer(text, choices, policy)
-        read = cls.policies[policy](text, choices)
-        return read if not choices or read in tuple(LETTERS[: len(choices)]) else None
+            return parser(policy, "evaluation")
+        own = cls.policies[policy]
+
+        def read(text: str, choices: Sequence[str]) -> str | None:
+            answer = own(text, choices)
+            return answer if not choices or answer in tuple(LETTERS[: len(choices)]) else None
+
+        return Parser(f"{cls.name}:{policy}", "evaluation", 1, (own.__doc__ or "").partition("\n")[0], read)
 
     @classmethod
     def policy_or(cls, asked: str | None) -> str:

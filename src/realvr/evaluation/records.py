@@ -41,6 +41,10 @@ class Prediction:
     extracted: str | None = None
     """The answer read out of ``text``; None is a parse failure."""
     policy: str = "strict"
+    parser: str = ""
+    """The policy with its version, ``strict/1``; empty in records of earlier versions."""
+    judge: str = ""
+    """What decided ``correct``, with its version; empty in records of earlier versions."""
     correct: bool = False
     choices: list[str] = field(default_factory=list)
     task: str = ""

@@ -59,6 +59,10 @@ class Counts(TypedDict):
     n: int
     replies: int
     policy: Text
+    parser: NotRequired[Text]
+    """The policy with its version."""
+    judge: NotRequired[Text]
+    """What decided whether answers are right, with its version."""
     coverage: float
     parse_failures: int
     errors: int
@@ -242,6 +246,8 @@ class EvalRecord(TypedDict):
     sets: NotRequired[dict[Text, dict[Text, Any]]]
     """Facts about each set: whether the world drew it, and its rows by subtask."""
     expected: NotRequired[dict[Text, int]]
+    answers: NotRequired[dict[Text, Text]]
+    """Parser and judge, each with its version."""
     settings: NotRequired[dict[Text, Any]]
     versions: NotRequired[dict[Text, Any]]
     run: NotRequired[dict[Text, Any]]

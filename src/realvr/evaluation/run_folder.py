@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from realvr.evaluation.responder import Responder
 
 RECORD = "eval.json"
-_COMPARED = ("responder", "benches", "settings")
+_COMPARED = ("responder", "benches", "settings", "answers")
 
 
 def claim(directory: Path, record: Mapping[str, Any]) -> bool:
@@ -44,7 +44,9 @@ def claim(directory: Path, record: Mapping[str, Any]) -> bool:
 def _refusal(directory: Path, before: dict[str, Any], after: dict[str, Any]) -> str | None:
     """Why an evaluation cannot go on in a directory."""
     earlier, now = _fixed(before), _fixed(after)
-    changes = [line for part in _COMPARED for line in differences(earlier.get(part, {}), now.get(part, {}), part)]
+    # Records of earlier versions name no parser and no judge.
+    compared = [part for part in _COMPARED if part != "answers" or part in earlier]
+    changes = [line for part in compared for line in differences(earlier.get(part, {}), now.get(part, {}), part)]
     if moved := _renamed(earlier["benches"], now["benches"]):
         old, new = moved
         return f"{directory} holds an evaluation of {old}, which is called {new} now: name another --out"

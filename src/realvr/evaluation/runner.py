@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from realvr.answers import JUDGE
 from realvr.data.sample import Sample
 from realvr.errors import UserError
 from realvr.evaluation.ablation import donors, matched_noise, mean_latents
@@ -171,14 +172,18 @@ def _record(
     chosen: Budgets,
     notes: Mapping[str, Any],
 ) -> dict[str, Any]:
+    asked = [benchmark_of(questions.bench) for questions in benches]
+    policies = {bench.policy_or(settings.policy) for bench in asked}
+    parsers = {str(bench.parser(bench.policy_or(settings.policy))) for bench in asked}
     return {
         "responder": responder.describe(),
         "benches": {questions.bench: questions.describe() for questions in benches},
         "sets": {questions.bench: questions.set_facts() for questions in benches},
         "expected": {questions.bench: len(questions) for questions in benches},
+        "answers": {"parser": " + ".join(sorted(parsers)), "judge": JUDGE},
         "settings": asdict(settings)
         | {
-            "policy": " + ".join(sorted({benchmark_of(q.bench).policy_or(settings.policy) for q in benches})),
+            "policy": " + ".join(sorted(policies)),
             "latents": list(chosen.own),
             "trained_latents": responder.latents,
             "exchanged_latents": chosen.exchanged,

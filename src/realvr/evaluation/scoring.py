@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from realvr.answers.extract import is_correct
+from realvr.answers import JUDGE, equal
 from realvr.evaluation import rules
 from realvr.evaluation.benchmark import benchmark_of
 from realvr.evaluation.effects import effects
@@ -130,8 +130,10 @@ def group(predictions: Iterable[Prediction], policy: str | None = None) -> dict[
 
 def reread(row: Prediction, policy: str) -> Prediction:
     """The prediction with its text read under another policy."""
-    extracted = None if row.error else benchmark_of(row.bench).extract(row.text, row.choices, policy)
-    return replace(row, extracted=extracted, policy=policy, correct=is_correct(extracted, row.answer, row.choices))
+    parser = benchmark_of(row.bench).parser(policy)
+    extracted = None if row.error else parser.read(row.text, row.choices)
+    correct = bool(equal(extracted, row.answer, row.choices))
+    return replace(row, extracted=extracted, policy=policy, parser=str(parser), judge=JUDGE, correct=correct)
 
 
 def infer_latents(benches: Mapping[str, Bench]) -> int:
@@ -158,6 +160,8 @@ def counts(rows: Rows, expected: int | None = None) -> dict[str, Any]:
         "n": len({row.question for row in rows}),
         "replies": len(rows),
         "policy": " + ".join(sorted({row.policy for row in rows})),
+        "parser": _recorded(row.parser for row in rows),
+        "judge": _recorded(row.judge for row in rows),
         "coverage": 100 * read / len(rows),
         "parse_failures": sum(row.extracted is None for row in answered),
         "errors": len(rows) - len(answered),
@@ -167,6 +171,11 @@ def counts(rows: Rows, expected: int | None = None) -> dict[str, Any]:
         "complete": complete,
         "status": "" if complete is None else "complete" if complete else f"incomplete {asked}/{expected}",
     }
+
+
+def _recorded(values: Iterable[str]) -> str:
+    """Parsers or judges of records; those of earlier versions do not name theirs."""
+    return " + ".join(sorted({value or "not recorded" for value in values}))
 
 
 def _bench(

@@ -1,4 +1,4 @@
-"""Deprecated: ``realvr.answers`` is the home of these names."""
+"""Deprecated: `realvr.answers` is the home of these names."""
 
 from __future__ import annotations
 
@@ -6,12 +6,21 @@ import importlib
 import warnings
 from typing import Any
 
-_HOME = "realvr.answers.canonical"
+_HOMES = {
+    "LETTERS": "realvr.answers.text",
+    "canonical": "realvr.answers.options",
+    "key": "realvr.answers.text",
+    "parse": "realvr.answers.canonical",
+    "same": "realvr.answers.judge",
+    "unique": "realvr.answers.canonical",
+    "wrong": "realvr.answers.canonical",
+}
+_RENAMED = {"same": "equal"}
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("_"):
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME), name)
-    warnings.warn(f"{__name__}.{name} is deprecated: use {_HOME}.{name}", DeprecationWarning, stacklevel=2)
-    return value
+    home, now = _HOMES[name], _RENAMED.get(name, name)
+    warnings.warn(f"{__name__}.{name} is deprecated: use {home}.{now}", DeprecationWarning, stacklevel=2)
+    return getattr(importlib.import_module(home), now)

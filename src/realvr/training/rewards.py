@@ -1,44 +1,38 @@
 """Rewards of Stage 2: accuracy, format, and functions of the user's own.
 
-Accuracy: exactly one answer block; multiple choice by letter or by option text; otherwise a symbolic check
-(math-verify, where installed), then normalised exact match. Format: the text is free text followed by exactly one
-answer block.
+Accuracy: exactly one answer block (the parser ``reward``), equal to the sample's answer by the one judge
+(`realvr.answers.equal`). Format: the text is free text followed by exactly one answer block.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import re
-import warnings
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from pathlib import Path
 
-from realvr.answers import canonical as answers
+from realvr.answers import canonical_answer, equal, parser
 from realvr.data.sample import Sample
 from realvr.errors import UserError
 
 Reward = Callable[[str, Sample], float]
+PARSER = parser("reward")
 _FORMAT = re.compile(r"[\s\S]*<answer>[^<]+</answer>\s*")
 
 
 def accuracy(text: str, sample: Sample) -> float:
     """1 if the completion's answer is the sample's, else 0."""
-    given = answers.parse(text, sample.choices)
-    return float(given is not None and correct(given, sample))
+    return float(correct(PARSER.read(text, sample.choices), sample))
 
 
-def correct(given: str, sample: Sample) -> bool:
-    """Whether a canonical answer is the sample's: the one judge for rewards and for wrong-answer sets."""
-    truth = true_answer(sample)
-    if answers.same(given, truth):
-        return True
-    return not sample.choices and _symbolically_equal(given, truth)
+def correct(given: str | None, sample: Sample) -> bool:
+    """Whether a parsed answer is the sample's; None, a parse failure, never is."""
+    return bool(equal(given, true_answer(sample), sample.choices))
 
 
 def true_answer(sample: Sample) -> str:
     """``y*`` in canonical form."""
-    truth = answers.canonical(sample.answer, sample.choices)
+    truth = canonical_answer(sample.answer, sample.choices)
     if truth is None:
         raise UserError(f"{sample.source or sample.id}: the answer '{sample.answer}' names none of its options")
     return truth
@@ -93,16 +87,3 @@ def _user_reward(name: str) -> Reward:
     if not callable(found):
         raise UserError(f"reward '{name}': {path} has no function '{function}'")
     return found
-
-
-@lru_cache(maxsize=1 << 16)  # a check takes milliseconds, and a group gives the same few answers again and again
-def _symbolically_equal(given: str, truth: str) -> bool:
-    """True where math-verify is installed and says so; what it cannot read is not equal."""
-    if importlib.util.find_spec("math_verify") is None:
-        return False
-    from math_verify import parse, verify
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        gold, target = parse(f"${truth}$", raise_on_error=False), parse(f"${given}$", raise_on_error=False)
-        return bool(gold and target and verify(gold, target, raise_on_error=False))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realvr.answers import canonical as answers
+from realvr import answers
 from realvr.backbone.backbone import Backbone, VisualTokens
 from realvr.backbone.loading import trained_latents
 from realvr.backbone.samples import answer_tokens, pad_answers
@@ -33,7 +33,7 @@ from realvr.maths import grpo
 from realvr.training.adapters import Adapters
 from realvr.training.dropping import EMPTY_ANSWER, ENOUGH, of_all_ranks, over, too_many
 from realvr.training.examples import Encoder, all_of, share_of_batch
-from realvr.training.rewards import correct, load_rewards, rated, true_answer
+from realvr.training.rewards import PARSER, load_rewards, rated, true_answer
 from realvr.training.rl_step import RlBatch, RlOptions, RlStep, options_from
 from realvr.training.sft import load_backbone
 from realvr.training.sources import TrainingData, training_data
@@ -157,7 +157,7 @@ class RlTask:
         return [(sample, prompt) for sample, prompt in pairs if prompt is not None]
 
     def _encode(self, sample: Sample) -> Prompt | None:
-        truth = answers.canonical(sample.answer, sample.choices)
+        truth = answers.canonical_answer(sample.answer, sample.choices)
         if truth is None or not any(answer_tokens(self.backbone, truth, sample.choices)[1]):
             detail = f"{sample.source or sample.id}: answer {sample.answer!r:.60}"
             self.draws.reject(EMPTY_ANSWER, detail)
@@ -241,9 +241,9 @@ class RlTask:
         """``Fmt(y*)`` and each distinct wrong answer of the group, as tokens with their content."""
         truth = true_answer(sample)
         wrong = answers.wrong(
-            (answers.parse(completion.text, sample.choices) for completion in group),
+            (PARSER.read(completion.text, sample.choices) for completion in group),
             truth,
-            correct=lambda given, _: correct(given, sample),
+            sample.choices,
             has_content=lambda answer: any(answer_tokens(self.backbone, answer, sample.choices)[1]),
         )
         return [answer_tokens(self.backbone, answer, sample.choices) for answer in (truth, *wrong)]
@@ -300,6 +300,8 @@ class RlTask:
                         "completion": group[best].text,
                         "reward": float(rewards[best]),
                         "group_mean": float(rewards.mean()),
+                        "parser": str(PARSER),
+                        "judge": answers.JUDGE,
                     }
                 )
         return rows[:4]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from realvr.answers.options import canonical
 from realvr.data import reasons
 from realvr.data.reasons import BadRow
 from realvr.data.sample import LETTERS, Box, ImageRef, Source, strip_image_tags
@@ -226,15 +227,12 @@ def label_of(row: dict[str, Any], key: str) -> str:
 
 
 def letter_answer(answer: str, choices: Sequence[str]) -> str:
-    """Canonical letter from "D", "d", "(D)", "D." or the text of exactly one option."""
+    """Canonical letter from "D", "d", "(D)", "D.", the text of exactly one option, or both."""
     if is_blank(answer):
         raise BadRow(reasons.ANSWER_EMPTY, "the answer is empty")
-    match = re.fullmatch(r"\(?([A-Za-z])[).:]?", answer.strip())
-    if match and match[1].upper() in LETTERS[: len(choices)]:
-        return match[1].upper()
-    same = [index for index, choice in enumerate(choices) if choice.strip().lower() == answer.strip().lower()]
-    if len(same) == 1:
-        return LETTERS[same[0]]
+    letter = canonical(answer, choices)
+    if letter is not None:
+        return letter
     raise BadRow(reasons.ANSWER_NOT_IN_CHOICES, f"answer {answer[:40]!r}, {len(choices)} options")
 
 
