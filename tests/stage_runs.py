@@ -66,16 +66,16 @@ def configure(kind: str, model: Path, data: Path, out: Path, /, **changes: Any) 
     return raw
 
 
-def make(kind: str, raw: dict[str, Any]) -> tuple[Any, TrainSettings, Engine]:
+def make(kind: str, raw: dict[str, Any], engine: Engine | None = None) -> tuple[Any, TrainSettings, Engine]:
     """Task, settings and engine of a run, as ``realvr train`` builds them."""
-    settings, engine = KINDS[kind].model_validate(raw), start_engine(cpu=True)
+    settings, engine = KINDS[kind].model_validate(raw), engine or start_engine(cpu=True)
     engine.seed(settings.run.seed)
     return importlib.import_module(f"realvr.training.{kind}").build_task(settings, engine), settings, engine
 
 
-def run(kind: str, raw: dict[str, Any]) -> list[dict[str, Any]]:
+def run(kind: str, raw: dict[str, Any], engine: Engine | None = None) -> list[dict[str, Any]]:
     """Train in this process; the metrics of every step."""
-    assert loop.train(*make(kind, raw)) == 0
+    assert loop.train(*make(kind, raw, engine)) == 0
     return lines(Path(raw["run"]["out"]))
 
 

@@ -62,7 +62,7 @@ def test_env_reports_versions_devices_and_engines() -> None:
     assert found["versions"]["torch"] == torch.__version__
     assert found["versions"]["transformers"] == transformers.__version__
     assert "cpu" in found["devices"]
-    assert "DeepSpeed ZeRO" in found["engines"]
+    assert any("DDP" in engine for engine in found["engines"])
     assert transformers.__version__ in run("env").stdout
 
 

@@ -161,10 +161,10 @@ def make_settings(options: Options) -> TrainSettings:
     return TrainSettings.model_validate(base)
 
 
-def run(**given: Any) -> int:
+def run(engine: Engine | None = None, **given: Any) -> int:
     """Train in this process."""
     options = Options(**given)
-    engine = start_engine(cpu=True)
+    engine = engine or start_engine(cpu=True)
     return train(RegressionTask(options, engine), make_settings(options), engine)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import stage_runs
 from realvr.errors import UserError
-from realvr.training import loop, tracking
+from realvr.training import memory, tracking
+from realvr.training.configuration import KINDS
+from realvr.training.dry_run import dry_run
 from realvr.training.engine import start_engine
-from realvr.training.loop import dry_run, train
+from realvr.training.loop import train
 from training_task import Options, RegressionTask, example, make_settings, run
 
 
@@ -55,6 +59,16 @@ def test_a_finished_run_can_be_started_again_or_prolonged(tmp_path: Path) -> Non
     assert run(steps=9, **whole) == 0
     assert losses(tmp_path) == losses(tmp_path / "whole")
     assert torch.equal(weights(tmp_path), weights(tmp_path / "whole"))
+
+
+def test_steps_below_those_done_train_nothing_and_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(out=str(tmp_path), steps=8)
+    before = weights(tmp_path)
+    assert "already" not in capsys.readouterr().err
+    assert run(out=str(tmp_path), steps=5) == 0
+    text = " ".join(capsys.readouterr().err.split())
+    assert "optim.steps is 5, but 8 steps are done already: nothing is trained" in text
+    assert len(lines(tmp_path)) == 8 and torch.equal(weights(tmp_path), before)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
@@ -228,5 +242,19 @@ def test_a_state_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None
 
 
 def test_the_advice_on_memory_names_settings() -> None:
-    settings = make_settings(Options(out="x"))
-    assert loop._memory_advice(settings) == "lower optim.microbatch, or set lora.rank"
+    """Only those that the training has, the model knows, and that are not in force yet."""
+    few = {"optim": {"microbatch": 1}}
+    sft = stage_runs.configure("sft", Path("m"), Path("d"), Path("o"))
+    rl = stage_runs.configure("rl", Path("m"), Path("d"), Path("o"))
+    base = stage_runs.configure("base", Path("m"), Path("d"), Path("o"), **few)
+
+    def advice(kind: str, raw: dict[str, Any], **model: Any) -> str:
+        return memory.advice(KINDS[kind].model_validate(raw | {"model": raw["model"] | model}))
+
+    cheap, dear = "lower optim.microbatch", "set lora.rank, or take a smaller model"
+    assert re.fullmatch(rf"{cheap}, set (method.)?gradient_checkpointing true, {dear}", advice("sft", sft))
+    found = advice("rl", rl | {"lora": {"rank": 4}, "memory": "checkpointed"} | {"optim": rl["optim"] | few["optim"]})
+    assert found == "take a smaller model"  # Gemma: no limit on visual tokens
+    assert advice("base", base, max_tokens=64) == "lower model.max_tokens, or take a smaller model"
+    assert advice("base", base, tiles=True, max_tiles=9) == "lower model.max_tiles, or take a smaller model"
+    assert "shard" not in Path(memory.__file__).read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,16 @@ def test_tiles_are_remembered(build_tiny: Callable[[str], Path], data: Path, tmp
         assert visual_tokens(Backbone.load(tmp_path / "one", device="cpu", tiles=True), size) == 13 * per_tile
     with pytest.warns(UserWarning, match="gemma3 ignores max_tiles"):
         Backbone.load(build_tiny("gemma3"), device="cpu", max_tiles=4)
+
+
+@pytest.mark.parametrize("tiles", [True, False])
+def test_tiles_that_a_family_does_not_have_are_noted(tiles: bool, untrained: Path, data: Path, tmp_path: Path) -> None:
+    raw = configure("sft", untrained, data, tmp_path / "run", model={"tiles": tiles})
+    with pytest.warns(UserWarning, match=r"qwen2.5-vl ignores tiles: it cuts no image into tiles"):
+        run("sft", raw)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Backbone.load(tmp_path / "run" / "final", device="cpu")  # what was ignored is not remembered
 
 
 @pytest.mark.parametrize(

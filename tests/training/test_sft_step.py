@@ -424,8 +424,8 @@ def test_hidden_images_get_no_attention_from_text(
 def test_the_loop_can_name_the_examples_of_a_batch(exact: Pair, examples: list[SftExample]) -> None:
     micro = pack_rows(exact.ours, [examples])
     everything = ["row 0", "row 1", "row 2", "row 3"]
-    assert loop._ids(micro) == everything
-    assert loop._ids(BaseBatch(micro, torch.zeros(0), torch.zeros(0), {})) == everything
+    assert loop.example_names(micro) == everything
+    assert loop.example_names(BaseBatch(micro, torch.zeros(0), torch.zeros(0), {})) == everything
 
 
 @ONE_FAMILY

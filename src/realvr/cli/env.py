@@ -16,7 +16,6 @@ PACKAGES = (
     "pillow",
     "pyarrow",
     "accelerate",
-    "deepspeed",
     "peft",
     "math-verify",
     "tensorboard",
@@ -86,10 +85,18 @@ def _devices() -> dict[str, Any]:
 
 
 def _engines(versions: dict[str, Any]) -> dict[str, Any]:
-    """Distributed engines by what they need, whether or not this machine has several devices."""
-    accelerate = "accelerate" if versions["accelerate"] else None
-    return {
-        "one process, DDP, FSDP2": accelerate and f"through accelerate {versions['accelerate']}",
-        "DeepSpeed ZeRO": accelerate and versions["deepspeed"] and f"deepspeed {versions['deepspeed']}",
-        "LoRA": versions["peft"] and f"peft {versions['peft']}",
-    }
+    """Training engines and the packages they need, whether or not this machine has several devices."""
+    try:
+        from realvr.training.engine import ENGINES
+
+        needs = {engine.title: engine.packages for engine in ENGINES}
+    except Exception as error:  # a broken torch belongs in the report
+        return {"engines": f"cannot be imported: {error}"}
+    return {title: _through(packages, versions) for title, packages in (needs | {"LoRA": ("peft",)}).items()}
+
+
+def _through(packages: tuple[str, ...], versions: dict[str, Any]) -> str | None:
+    """The packages with their versions; None where one is missing."""
+    found = {name: versions.get(name) or _version(name) for name in packages}
+    listed = ", ".join(f"{name} {version}" for name, version in found.items())
+    return f"through {listed}" if all(found.values()) else None

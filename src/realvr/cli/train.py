@@ -58,6 +58,7 @@ def _train(kind: str, args: Sequence[str], summary: str) -> int:
 
     from realvr.runs.quiet import quiet_transformers
     from realvr.training import loop
+    from realvr.training.dry_run import dry_run
     from realvr.training.engine import start_engine
 
     quiet_transformers()
@@ -68,7 +69,7 @@ def _train(kind: str, args: Sequence[str], summary: str) -> int:
         with held:
             engine.seed(settings.run.seed)
             stage = importlib.import_module(f"realvr.training.{kind}")
-            run = loop.dry_run if dry else loop.train
+            run = dry_run if dry else loop.train
             with busy(f"train {kind}: reading model and data", engine.main and settings.log.console):
                 task = stage.build_task(settings, engine)
             code = run(task, settings, engine)

@@ -186,7 +186,7 @@ class ImageProcessor:
         tokens_per_tile: int | None,
         min_tokens: int | None = None,
         max_tokens: int | None = None,
-        tiles: bool = True,
+        tiles: bool | None = None,
         *,
         max_tiles: int | None = None,
         merge: int = 1,
@@ -194,8 +194,8 @@ class ImageProcessor:
         self.family = family
         self.stock = stock
         self.tokens_per_tile = tokens_per_tile
-        self.tiles = tiles
-        self.max_tiles = self._most_tiles(max_tiles)
+        self.tiles = tiles is not False
+        self.max_tiles = self._most_tiles(tiles, max_tiles)
         self.min_tokens: int | None = None
         self.max_tokens: int | None = None
         self.merge = merge
@@ -220,7 +220,6 @@ class ImageProcessor:
         max_tiles: int | None = None,
     ) -> ImageProcessor:
         """From a local directory or a hub id; ``config`` is the model's, which fixes the tokens per tile."""
-        tiles = tiles is not False
         module, name = family.image_processor.split(":")
         stock_class = getattr(importlib.import_module(module), name)
         try:
@@ -234,14 +233,16 @@ class ImageProcessor:
             raise UserError(f"{path}: the image processor configuration cannot be used ({_one_line(error)})") from error
         return cls(family, stock, tokens, min_tokens, max_tokens, tiles, max_tiles=max_tiles, merge=merge)
 
-    def _most_tiles(self, max_tiles: int | None) -> int:
+    def _most_tiles(self, tiles: bool | None, max_tiles: int | None) -> int:
         """Most tiles of an image, its thumbnail not counted; 1 where the family has none."""
         if max_tiles is not None and max_tiles < 1:
             raise UserError(f"an image has at least 1 tile, so max_tiles cannot be {max_tiles}")
         if hasattr(self.stock, "max_patches"):
             return int(self.stock.max_patches) if max_tiles is None else max_tiles
-        if max_tiles is not None:
-            warnings.warn(f"{self.family.name} ignores max_tiles: it cuts no image into tiles", stacklevel=4)
+        if given := [name for name, value in (("tiles", tiles), ("max_tiles", max_tiles)) if value is not None]:
+            warnings.warn(
+                f"{self.family.name} ignores {' and '.join(given)}: it cuts no image into tiles", stacklevel=4
+            )
         return 1
 
     @property

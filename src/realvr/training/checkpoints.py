@@ -74,6 +74,10 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ writing
 
+    def due(self, step: int, steps: int) -> bool:
+        """Whether a checkpoint comes after ``step`` of ``steps``."""
+        return step == steps or bool(self.settings.every and step % self.settings.every == 0)
+
     def save(self, progress: Progress, task: Task, settings: TrainSettings) -> Path:
         """Write a checkpoint; every rank calls it. Where one cannot write, all raise and the previous one stays."""
         name = f"step-{progress.step:06d}"
@@ -96,6 +100,7 @@ class Checkpoints:
         write_state(partial / f"rank-{self.engine.rank}", state)
 
     def _finish(self, partial: Path, final: Path, progress: Progress, task: Task, settings: TrainSettings) -> None:
+        frozen = self.engine.frozen_digest()
         if not self.engine.main:
             return
         if isinstance(task, ReadsData):
@@ -104,8 +109,9 @@ class Checkpoints:
         run = {
             "version": __version__,
             "progress": vars(progress),
+            "engine": self.engine.name,
             "world": self.engine.world,
-            "frozen": self.engine.frozen_digest(),
+            "frozen": frozen,
             "sha256": digests(partial.iterdir()),
             "settings": settings.model_dump(mode="json"),
         }
@@ -215,6 +221,8 @@ class Checkpoints:
         fatal = [f"{key} was {old}, is {new}" for key, (old, new) in changed.items() if not key.startswith(MAY_CHANGE)]
         if fatal:
             raise UserError(f"{path} belongs to other settings: {'; '.join(fatal)}. Use them, or another run.out")
+        if run.get("engine", "ddp") != self.engine.name:  # checkpoints of earlier versions are all DDP's
+            raise UserError(f"{path} was written by engine {run['engine']}, this run uses {self.engine.name}")
         if run["world"] != self.engine.world:
             raise UserError(f"{path} was written by {run['world']} processes, this run has {self.engine.world}")
         if run["frozen"] != self.engine.frozen_digest():

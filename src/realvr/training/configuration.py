@@ -78,20 +78,26 @@ def save_resolved(settings: TrainSettings, path: str | Path) -> Path:
     return path
 
 
+def kind_of(settings: TrainSettings) -> str:
+    """The word after ``realvr train`` that settings belong to."""
+    return next((kind for kind, model in KINDS.items() if type(settings) is model), "train")
+
+
 def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose values differ between two dumped settings, with both values."""
-    before, after = dict(_flat(old)), dict(_flat(new))
+    before, after = dict(flatten(old)), dict(flatten(new))
     keys = [*before, *(key for key in after if key not in before)]
     return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
 
 
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of dumped settings."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
     if items is None:
         yield prefix, value
         return
     for key, inner in items:
-        yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+        yield from flatten(inner, f"{prefix}.{key}" if prefix else str(key))
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

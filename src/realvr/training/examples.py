@@ -176,4 +176,4 @@ def _smaller(processor: ImageProcessor, images: Sequence[ImageInput], over: int)
     least = processor.min_tokens or 1
     if budget < least:
         return None
-    return ImageProcessor(processor.family, processor.stock, None, least, budget, processor.tiles)
+    return ImageProcessor(processor.family, processor.stock, None, least, budget)

@@ -5,31 +5,77 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from realvr.errors import UserError
+from realvr.errors import UserError, out_of_memory
 from realvr.imaging.types import ImageInput
+from realvr.training.configuration import flatten
 from realvr.training.engine import Engine
-from realvr.training.sections import OptimSettings
+from realvr.training.settings import TrainSettings
 
 GIB = 1024**3
 
 
-def refuse_too_large(engine: Engine, optim: OptimSettings) -> None:
+def refuse_too_large(engine: Engine, settings: TrainSettings) -> None:
     """Raise where weights, gradients and optimizer alone exceed the GPU."""
     device = engine.device
     if device.type != "cuda":
         return
-    needed = sum(engine.estimate(engine.module, optim).values())
+    needed = sum(engine.estimate(engine.module, settings.optim).values())
     total = torch.cuda.get_device_properties(device).total_memory
     if needed > total:
         raise UserError(
             f"this run cannot fit: weights, gradients and optimizer need {needed / GIB:.1f} GiB, {device} has "
-            f"{total / GIB:.1f} GiB; set lora.rank, or take a smaller model"
+            f"{total / GIB:.1f} GiB; {_in_words(_smaller_states(settings))}"
         )
+
+
+@contextmanager
+def explain_shortage(engine: Engine, settings: TrainSettings, what: str) -> Iterator[None]:
+    """Turn "out of memory" into one line that names ``what`` ran out and settings that help."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError) or not out_of_memory(error):
+            raise
+        kind = "GPU memory" if engine.device.type == "cuda" else "memory"
+        raise UserError(f"{what} ran out of {kind}: {advice(settings)}") from error
+
+
+def advice(settings: TrainSettings) -> str:
+    """Settings that need less memory and are not in force yet, the cheapest first. Only those that this training and
+    this model have: a model without limits on visual tokens has none in its settings once it is loaded."""
+    model, ways = settings.model, []
+    if settings.optim.microbatch > 1:
+        ways.append("lower optim.microbatch")
+    elif model.max_tokens is not None:
+        ways.append("lower model.max_tokens")
+    elif model.tiles and model.max_tiles is not None and model.max_tiles > 1:
+        ways.append("lower model.max_tiles")
+    for key, value in _values(settings).items():
+        name = key.rpartition(".")[2]
+        if name == "memory" and value != "checkpointed":
+            ways.append(f"set {key} checkpointed")
+        elif name == "gradient_checkpointing" and not value:
+            ways.append(f"set {key} true")
+    return _in_words(ways + _smaller_states(settings))
+
+
+def _smaller_states(settings: TrainSettings) -> list[str]:
+    """What makes weights, gradients and optimizer smaller."""
+    return ["set lora.rank"] * (_values(settings).get("lora.rank") == 0) + ["take a smaller model"]
+
+
+def _values(settings: TrainSettings) -> dict[str, Any]:
+    return dict(flatten(settings.model_dump(mode="json")))
+
+
+def _in_words(ways: list[str]) -> str:
+    return ", or ".join(filter(None, (", ".join(ways[:-1]), ways[-1])))
 
 
 def shapes(value: Any, name: str = "batch") -> Iterator[tuple[str, str]]:
@@ -56,14 +102,14 @@ def _shape(value: Tensor) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
 
 
-def images(found: Sequence[ImageInput]) -> str:
+def images(inputs: Sequence[ImageInput]) -> str:
     """How many, of how many visual tokens, and the shapes of their pixels, the commonest first."""
-    tokens = [image.tokens for image in found]
+    tokens = [image.tokens for image in inputs]
     each = f"{tokens[0]}" if len(set(tokens)) == 1 else f"{min(tokens)} to {max(tokens)}"
-    sizes = Counter(_shape(image.pixels) for image in found).most_common()
+    sizes = Counter(_shape(image.pixels) for image in inputs).most_common()
     listed = ", ".join(f"{count} x {size}" for size, count in sizes[:3])
     more = f" and {len(sizes) - 3} other shapes" if len(sizes) > 3 else ""
-    count = f"{len(found)} image{'s' if len(found) > 1 else ''}"
+    count = f"{len(inputs)} image{'s' if len(inputs) > 1 else ''}"
     return f"{count}, {each} visual tokens each, {sum(tokens):,} in all; pixels {listed}{more}"
 
 

@@ -252,7 +252,7 @@ class RlTask:
         """Log-probabilities under the starting policy, at the same temperature, behind the same saved latents."""
         if self.reference is not None:
             return self._logp(self.reference, micro)
-        with self.adapters.reference():
+        with self.ranks.full_parameters(), self.adapters.reference():
             return self._logp(self.backbone, micro)
 
     def _logp(self, policy: Backbone, micro: RlBatch) -> Tensor:

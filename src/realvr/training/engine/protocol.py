@@ -227,12 +227,13 @@ class Engine(ABC):
 
     def frozen_digest(self) -> str:
         """Short hash of names, shapes and first values of the frozen parameters: shows whether the model that a run
-        started from has been replaced."""
+        started from has been replaced. Every rank calls it."""
         digest = hashlib.sha256()
-        for name, parameter in self.module.named_parameters():
-            if not parameter.requires_grad:
-                first = parameter.detach().flatten()[:16].double().cpu().tolist()
-                digest.update(f"{name} {tuple(parameter.shape)} {first}".encode())
+        with self.full_parameters():
+            for name, parameter in self.module.named_parameters():
+                if not parameter.requires_grad:
+                    first = parameter.detach().flatten()[:16].double().cpu().tolist()
+                    digest.update(f"{name} {tuple(parameter.shape)} {first}".encode())
         return digest.hexdigest()[:16]
 
     # ------------------------------------------------------------------ memory

@@ -1,0 +1,34 @@
+"""``--dry-run``: what a run would look like and need."""
+
+from __future__ import annotations
+
+from realvr.training import configuration, memory
+from realvr.training.engine import Engine
+from realvr.training.loop import refuse_unequal_passes
+from realvr.training.settings import TrainSettings
+from realvr.training.task import Task
+
+
+def dry_run(task: Task, settings: TrainSettings, engine: Engine) -> int:
+    """Build the first batch, print its shapes and what memory the run needs; train nothing, write nothing."""
+    engine.prepare(task.module, settings.optim)
+    engine.seed(settings.run.seed)
+    held = engine.estimate(engine.module, settings.optim)
+    collected = task.collect(0)
+    refuse_unequal_passes(engine, collected)
+    engine.print(configuration.dump(settings))
+    engine.print(f"processes: {engine.world}, microbatches per step and rank: {len(collected.microbatches)}")
+    for name, text in memory.shapes(collected.microbatches[0], "microbatch"):
+        engine.print(f"  {name}: {text}")
+    for name, size in held.items():
+        engine.print(f"{name}: {size / memory.GIB:.3f} GiB")
+    memory.refuse_too_large(engine, settings)
+    with memory.explain_shortage(engine, settings, "one microbatch"):
+        activations = memory.measured_peak(engine, collected.microbatches[0])
+    total = sum(held.values()) / memory.GIB
+    if activations is None:
+        engine.print(f"total without activations: {total:.3f} GiB (activations are measured on a GPU only)")
+    else:
+        measured = (activations - held["gradients"]) / memory.GIB
+        engine.print(f"activations (measured): {measured:.3f} GiB\ntotal: {total + measured:.3f} GiB")
+    return 0

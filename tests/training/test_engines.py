@@ -1,0 +1,205 @@
+"""The engine seam: the protocol suffices for a second engine, nothing goes around it, and what does not exist is
+refused."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import training_task
+from plain_engine import PlainEngine
+from realvr.backbone import Backbone
+from realvr.cli import main
+from realvr.errors import UserError
+from realvr.training import engine as engines
+from realvr.training.dry_run import dry_run
+from stage_runs import config_file, configure, environment, lines, numbers, run, world, write
+from training_task import Options, RegressionTask, make_settings
+
+TRAINING = Path(engines.__file__).parents[1]
+LORA = {"rank": 4, "targets": ["q_proj", "down_proj"], "dropout": 0.2}
+
+
+# ---------------------------------------------------------------------- a second engine
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("sft", {"pack_tokens": 256}),
+        ("sft", {"pack_tokens": 256, "lora": LORA}),
+        ("rl", {"max_new": 6, "beta": 0.05}),  # the reference is a frozen copy
+        ("rl", {"max_new": 6, "beta": 0.05, "lora": LORA}),  # the reference is the model without its adapters
+    ],
+    ids=["sft", "sft lora", "rl", "rl lora"],
+)
+def test_another_engine_trains_the_same(kind: str, changes: dict[str, Any], trained: Path, tmp_path: Path) -> None:
+    data = write(world(6), tmp_path / "data")
+    changes = {**changes, "optim": {"steps": 3}, "log": {"parts_every": 2}}
+    plain = PlainEngine()
+    second = run(kind, configure(kind, trained, data, tmp_path / "plain", **changes), plain)
+    first = run(kind, configure(kind, trained, data, tmp_path / "ddp", **changes))
+    assert numbers(second) == numbers(first) and len(first) == 3
+    assert any(name.startswith("grad_norm/") for name in first[1])
+    assert bool(plain.frozen) == (kind == "rl" and "lora" not in changes)
+    assert plain.rollouts >= (3 if kind == "rl" else 1)
+    models = [Backbone.load(tmp_path / name / "final", dtype="float32").model for name in ("plain", "ddp")]
+    for ours, theirs in zip(*(model.state_dict().values() for model in models), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_another_engine_skips_and_resumes_the_same(tmp_path: Path) -> None:
+    """A loss and a gradient that are not finite; a run that is continued in the middle."""
+    options: dict[str, Any] = {"noise": True, "bad": {"2": "loss", "5": "gradient"}}
+    options["settings"] = {"optim": {"schedule": "constant"}, "log": {"parts_every": 2}}
+    training_task.run(out=str(tmp_path / "ddp"), steps=9, **options)
+    for steps in (4, 9):
+        training_task.run(PlainEngine(), out=str(tmp_path / "plain"), steps=steps, **options)
+    first, second = (numbers(lines(tmp_path / name)) for name in ("ddp", "plain"))
+    assert first == second and [line["skipped"] for line in first] == [0, 0, 1, 1, 1, 2, 2, 2, 2]
+    with pytest.raises(UserError, match="step-000009 was written by engine plain, this run uses ddp"):
+        training_task.run(out=str(tmp_path / "plain"), steps=12, **options)
+
+
+def test_another_engine_estimates_its_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What ``--dry-run`` prints is the engine's own estimate."""
+
+    class Half(PlainEngine):
+        def estimate(self, module: Any, optim: Any) -> dict[str, int]:
+            return {name: size // 2 for name, size in super().estimate(module, optim).items()}
+
+    texts = []
+    for engine in (PlainEngine(), Half()):
+        options = Options(out=str(tmp_path / "run"), width=2_000_000)
+        assert dry_run(RegressionTask(options, engine), make_settings(options), engine) == 0
+        texts.append(capsys.readouterr().out)
+    numbers = 4 * 2_000_000 + 4 * 2_000_000 + 1  # weights of both layers, biases and those of the norm
+    for text, share in zip(texts, (1, 2), strict=True):
+        assert f"gradients: {numbers * 8 / share / 2**30:.3f} GiB" in text
+        assert f"optimizer: {numbers * 16 / share / 2**30:.3f} GiB" in text
+
+
+# ---------------------------------------------------------------------- nothing goes around it
+
+
+def test_only_engines_know_accelerate_and_torch_distributed() -> None:
+    """Imports of any kind, and ``torch.distributed`` through ``torch``."""
+    users = {path.relative_to(TRAINING).as_posix() for path in TRAINING.rglob("*.py") if distributed(path.read_text())}
+    assert users == {"engine/ddp.py"}
+
+
+def distributed(source: str) -> bool:
+    """Whether code reaches for accelerate, torch.distributed, DDP or DeepSpeed."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names.append(ast.unparse(node))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            names += [ast.literal_eval(value) for value in node.args[:1] if isinstance(value, ast.Constant)]
+    packages = ("accelerate", "deepspeed", "torch.distributed", "torch.nn.parallel")
+    return any(name == package or name.startswith(f"{package}.") for name in names for package in packages)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f():\n    from accelerate.utils import gather_object",
+        "import torch\ntorch.distributed.barrier()",
+        "from torch import distributed",
+        "from torch.nn.parallel import DistributedDataParallel",
+        "import importlib\nimportlib.import_module('deepspeed')",
+    ],
+)
+def test_that_test_sees_every_way(source: str) -> None:
+    assert distributed(source)
+
+
+# ---------------------------------------------------------------------- launchers
+
+
+@pytest.mark.parametrize(
+    ("variable", "name"), [("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"), ("ACCELERATE_USE_FSDP", "FSDP")]
+)
+def test_an_engine_that_does_not_exist_is_refused(
+    variable: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is read: neither model nor data exists."""
+    config = config_file(configure("sft", tmp_path / "model", tmp_path / "data", tmp_path / "run"), tmp_path / "c.yaml")
+    monkeypatch.setenv(variable, "true")
+    assert main(["train", "sft", str(config)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"realvr: error: the launcher's configuration asks for {name} ({variable}=true)")
+    assert "torchrun" in line and not (tmp_path / "run").exists()
+    monkeypatch.setenv("RANK", "1")  # the other ranks leave it to the first to say so
+    with pytest.raises(SystemExit, match="2"):
+        engines.start_engine(cpu=True)
+    monkeypatch.setenv(variable, "false")
+    monkeypatch.delenv("RANK")
+    assert engines.start_engine(cpu=True).name == "ddp"
+
+
+def test_accelerate_launch_with_an_fsdp_file_is_refused(tmp_path: Path) -> None:
+    """The real launcher with a configuration file as ``accelerate config`` writes it."""
+    content = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP",
+        "fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "mixed_precision": "bf16",
+        "num_machines": 1,
+        "num_processes": 2,
+        "use_cpu": False,
+    }
+    (tmp_path / "fsdp.yaml").write_text(yaml.safe_dump(content))
+    config = config_file(configure("sft", tmp_path / "model", tmp_path / "data", tmp_path / "run"), tmp_path / "c.yaml")
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "fsdp.yaml")]
+    done = subprocess.run(
+        [*launcher, "-m", "realvr", "train", "sft", str(config)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment(),
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("realvr: error:") == 1 and "asks for FSDP (ACCELERATE_USE_FSDP=true)" in done.stderr
+
+
+def test_variables_of_a_launcher_change_no_number(tmp_path: Path) -> None:
+    """accelerate reads them where it is not told otherwise: a divided loss, autocast, compilation."""
+    given = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    given["ACCELERATE_DYNAMO_BACKEND"] = "EAGER"
+    for name, more in (("alone", {}), ("launched", given)):
+        options = f'{{"out": "{tmp_path / name}", "steps": 3, "settings": {{"log": {{"parts_every": 1}}}}}}'
+        command = [sys.executable, training_task.__file__, options]
+        subprocess.run(command, check=True, timeout=300, env=environment() | more)
+    assert numbers(lines(tmp_path / "launched")) == numbers(lines(tmp_path / "alone"))
+    facts = [(tmp_path / name / "facts-0.json").read_text() for name in ("alone", "launched")]
+    assert facts[0] == facts[1] and '"wrapped": "Module"' in facts[1]
+
+
+def test_two_engines_for_one_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "ENGINES", [*engines.ENGINES, PlainEngine])
+    with pytest.raises(UserError, match="two engines want to start here: ddp and plain"):
+        engines.start_engine(cpu=True)
+
+
+def test_env_names_the_engines_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "--json"]) == 0
+    text = capsys.readouterr().out
+    found = yaml.safe_load(text)["engines"]
+    assert list(found) == [*(engine.title for engine in engines.ENGINES), "LoRA"]
+    assert not any(word in text for word in ("FSDP", "DeepSpeed", "deepspeed", "ZeRO"))
+    assert os.environ.get("ACCELERATE_USE_FSDP") is None
