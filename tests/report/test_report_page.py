@@ -357,8 +357,8 @@ def test_colours_have_contrast_in_both_themes(tree: Element) -> None:
     assert dark == system and light.keys() == dark.keys()
 
     def luminance(colour: str) -> float:
-        widgets = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in widgets]
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
     def contrast(first: str, second: str) -> float:

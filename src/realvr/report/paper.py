@@ -30,7 +30,7 @@ def section() -> Section:
         Text(
             "For reference; nothing here was measured. The paper's scores are over the published benchmarks, with its "
             "own models. They stand beside a score of this page only where the same published set was asked; numbers "
-            "over drawn pictures, other questions or widgets of a set cannot be compared with them."
+            "over drawn pictures, other questions or parts of a set cannot be compared with them."
         )
     )
     made.widgets += [*result_tables(), *sweep_table(), *ablation_tables(), *counterfactual_tables(), *exchange_tables()]
