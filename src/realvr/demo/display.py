@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from realvr.demo.choice import choice
 from realvr.demo.files import last_metrics, progress
 from realvr.demo.plan import Step
 from realvr.demo.summary import headline
@@ -112,8 +113,10 @@ class Display(Watcher):
         if step.units and count > already:
             left = (time.monotonic() - since) / (count - already) * (step.units - count)
             parts.append(f"eta {clock(left)}")
-        metrics = last_metrics(self.folder, step) if step.kind.startswith("train") else {}
-        parts += [f"{name} {metrics[name]:.3g}" for name in ("reward", "loss") if metrics.get(name) is not None][:1]
+        if step.training is not None:
+            name = choice().recipes[step.training.recipe].watch
+            value = last_metrics(self.folder, step).get(name)
+            parts += [f"{name} {value:.3g}"] if value is not None else []
         return "  ".join(parts)
 
     def _say(self, text: str) -> None:

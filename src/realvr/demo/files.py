@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ def open_demo_folder(folder: Path, settings: DemoSettings, take_over: bool = Fal
     """Keep the folder for this demo. A folder of something else is refused and left alone."""
     record = {
         "version": VERSION,
-        "settings": asdict(settings),
+        "settings": settings.as_json(),
         "models": {name: models.fingerprint(name) for name in models.NAMES},
     }
     if folder.exists() and not folder.is_dir():
@@ -55,12 +54,7 @@ def _refusal(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> str |
 
 def read_settings(folder: Path) -> DemoSettings:
     """The settings that a folder was begun with."""
-    stored = read_json(folder / SETTINGS)["settings"]
-    known = {field.name for field in fields(DemoSettings)}
-    chosen: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()
-    }
-    return DemoSettings(**{name: value for name, value in chosen.items() if name in known})
+    return DemoSettings.from_json(read_json(folder / SETTINGS)["settings"])
 
 
 def is_done(folder: Path, step: Step) -> bool:

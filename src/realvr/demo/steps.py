@@ -1,21 +1,20 @@
-"""The work of each step of the demo, through the functions behind the verbs, in the folder of the demo.
+"""The work of each step of the demo, through the library, in the folder of the demo.
 
 A step may be begun again at any time: training continues from its checkpoints, evaluations from their records, and what
-has no record is made anew. Everything runs on the CPU with one thread, so that the numbers depend neither on the number
-of processes nor on interruptions.
+has no record is made again. Everything runs on the CPU with one thread, so the numbers depend neither on the number of
+processes nor on interruptions.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from realvr.demo import plan
-from realvr.demo.plan import Arm, DemoSettings, Step
-from realvr.runs.files import write_json
-from realvr.world.making import Format
+from realvr.demo.choice import Arm, choice, filled
+from realvr.demo.plan import WORLD, DemoSettings, Step
+from realvr.world.questions import EASY_EXTRA_KINDS, EASY_KINDS
 
 DONE = Path("done")
 
@@ -37,180 +36,125 @@ def perform(step: Step, settings: DemoSettings) -> None:
 # ---------------------------------------------------------------------- pictures and questions
 
 
-def make_train(step: Step, settings: DemoSettings) -> None:
-    """Training questions with evidence boxes, in our own format: they keep their options."""
-    _draw("train-boxes", settings, settings.train_questions, format="jsonl", size=plan.SIDE, kinds=plan.KINDS)
-
-
-def make_benchmarks(step: Step, settings: DemoSettings) -> None:
-    """Five mini-benchmarks in the layouts of the real ones, counterfactual pairs, held-out questions with boxes."""
-    _draw("mmvp", settings, settings.mmvp_pairs, size=plan.SIDE)
-    _draw("blink", settings, settings.blink_questions, size=plan.SIDE)
-    for split in ("hrbench-4k", "hrbench-8k"):
-        # What the model makes of a picture: 48 x 48 pixels in visual tokens of 8 x 8.
-        _draw(split, settings, settings.hrbench_questions, size=4 * plan.SIDE, resize_pixels=plan.SIDE**2, patch=8)
-    _draw("mme-realworld", settings, settings.mme_questions, size=128)
-    _draw("counterfactual", settings, settings.pairs_per_edit, size=plan.SIDE)
-    _draw("validation", settings, settings.held_out, size=plan.SIDE, kinds=plan.KINDS)
-
-
-def _draw(split: str, settings: DemoSettings, count: int, size: int, format: Format = "real", **options: Any) -> None:
+def draw(step: Step, settings: DemoSettings) -> None:
+    """Splits of the embedded world; one that was begun and not finished is drawn again."""
     from realvr.world.making import MakeSettings, make
 
-    folder = plan.WORLD / split
-    if (folder / "recipe.json").is_file():  # begun and not finished
-        shutil.rmtree(folder)
-    make(MakeSettings(plan.WORLD, (split,), str(size), settings.seed, count, format, workers=1, **options))
+    drawing = next(one for one in choice().drawings if one.name == step.what)
+    for name, split in drawing.splits.items():
+        if (WORLD / name / "recipe.json").is_file():
+            shutil.rmtree(WORLD / name)
+        make(
+            MakeSettings(
+                WORLD,
+                (name,),
+                str(split.size),
+                settings.seed,
+                settings[split.count],
+                split.format,
+                kinds=(*EASY_KINDS, *EASY_EXTRA_KINDS) if split.easy else (),
+                resize_pixels=split.resize_pixels,
+                patch=split.patch,
+                workers=1,
+            )
+        )
+
+
+def samples_of(split: str) -> Path:
+    """Our own format of a split."""
+    return WORLD / split / "samples.jsonl"
 
 
 def benches() -> list[str]:
-    """``NAME=PATH`` of the five."""
+    """``NAME=PATH`` of the benchmarks that the world stands in for."""
+    from realvr.evaluation.catalog import MINI
     from realvr.world.making import layout_path
 
-    names = ("mmvp", "blink", "hrbench-4k", "hrbench-8k", "mme-realworld")
-    return [f"mini-{name}={layout_path(name, plan.WORLD / name)}" for name in names]
+    return [f"{MINI}{name}={layout_path(name, WORLD / name)}" for name in choice().evaluation.benchmarks]
 
 
 # ---------------------------------------------------------------------- training
 
 
-def train_stage1(step: Step, settings: DemoSettings) -> None:
-    """A few steps of Stage 1 from the base, to be watched; `mini` is what a full one leads to."""
-    _train("sft", stage1_settings(settings))
-
-
-def train_stage2(step: Step, settings: DemoSettings) -> None:
-    """Stage 2 from `mini`: both methods see the same prompts in the same order, with the same seed."""
-    _train("rl", stage2_settings(settings, _arm(step)))
-
-
-def stage1_settings(settings: DemoSettings) -> dict[str, Any]:
-    """As a settings file would say it."""
-    rows = settings.stage1_rows
-    common = _common(settings, "mini-base", plan.SHORT_STAGE1, settings.stage1_steps)
-    return common | {
-        "model": common["model"] | {"latents": plan.LATENTS},
-        "optim": _optim(settings.stage1_lr, settings.stage1_steps, rows, rows),
-        "reconstruction_weight": 1.0,
-        "pack_tokens": 256,
-        "position_jitter": 16,
-        "hide_image_ratio": 0.5,
-        "spell_out": True,
-        "gradient_checkpointing": False,
-    }
-
-
-def stage2_settings(settings: DemoSettings, arm: Arm) -> dict[str, Any]:
-    """As a settings file would say it."""
-    prompts = settings.rl_prompts
-    return _common(settings, "mini", f"{arm.folder}/train", settings.rl_steps) | {
-        "method": arm.method,
-        "optim": _optim(settings.rl_lr, settings.rl_steps, prompts, prompts),
-        "group": settings.group,
-        "temperature": 1.0,
-        "max_new": plan.MAX_NEW,
-        "memory": "cached",
-    }
-
-
-def _common(settings: DemoSettings, model: str, out: str, steps: int) -> dict[str, Any]:
-    return {
-        "model": {"path": model, "dtype": "float32"},
-        "data": {"sources": [{"path": str(plan.TRAIN_DATA)}], "seed": settings.seed, "keep_encoded": True},
-        "checkpoint": {"every": max(1, steps // 8), "keep": 1},
-        "log": {"console": False, "tensorboard": False, "table_every": 20, "parts_every": 0},
-        "run": {"out": out, "seed": settings.seed},
-    }
-
-
-def _optim(lr: float, steps: int, batch: int, microbatch: int) -> dict[str, Any]:
-    return {
-        "lr": lr,
-        "steps": steps,
-        "batch": batch,
-        "microbatch": microbatch,
-        "warmup": min(5, max(steps - 1, 0)),
-        "weight_decay": 0.05,
-    }
-
-
-def _train(kind: str, fields: dict[str, Any]) -> None:
+def train(step: Step, settings: DemoSettings) -> None:
+    """A training to its end: arms of one recipe see the same prompts in the same order, with the same seed."""
     import importlib
 
     from realvr.training import loop
     from realvr.training.configuration import KINDS
     from realvr.training.engine import start_engine
 
-    settings = KINDS[kind].model_validate(fields)
+    assert step.training is not None
+    command = choice().recipes[step.training.recipe].command
+    chosen = KINDS[command].model_validate(training_settings(step, settings))
     engine = start_engine(cpu=True)
-    engine.seed(settings.run.seed)
-    task = importlib.import_module(f"realvr.training.{kind}").build_task(settings, engine)
-    if loop.train(task, settings, engine):
+    engine.seed(chosen.run.seed)
+    task = importlib.import_module(f"realvr.training.{command}").build_task(chosen, engine)
+    if loop.train(task, chosen, engine):
         raise Interrupted
+
+
+def training_settings(step: Step, settings: DemoSettings) -> dict[str, Any]:
+    """As a settings file would say it."""
+    assert step.training is not None
+    recipe = choice().recipes[step.training.recipe]
+    steps = settings[recipe.steps]
+    common = {
+        "model": {"dtype": "float32"},
+        "data": {
+            "sources": [{"path": str(samples_of(choice().data))}],
+            "seed": settings.seed,
+            "keep_encoded": True,
+        },
+        "optim": {"steps": steps, "warmup": min(5, max(steps - 1, 0)), "weight_decay": 0.05},
+        "checkpoint": {"every": max(1, steps // 8), "keep": 1},
+        "log": {"console": False, "tensorboard": False, "table_every": 20, "parts_every": 0},
+        "run": {"out": step.out, "seed": settings.seed},
+    }
+    own = filled(recipe.settings, settings.numbers)
+    return _merged(_merged(common, own), filled(step.training.settings, settings.numbers))
+
+
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, sections key by key; ``second`` wins."""
+    made = dict(first)
+    for key, value in second.items():
+        both = isinstance(value, Mapping) and isinstance(made.get(key), Mapping)
+        made[key] = _merged(made[key], value) if both else value
+    return made
 
 
 # ---------------------------------------------------------------------- measurements
 
 
 def evaluate(step: Step, settings: DemoSettings) -> None:
-    """Five mini-benchmarks, with own latents and with what may stand in for them."""
-    arm = _arm(step)
-    _evaluate(arm, f"{arm.folder}/eval", latents=None if arm.latents else "0")
+    """All benchmarks, with own latents and with what may stand in for them."""
+    _evaluate(step, latents=None if _arm(step).latents else "0")
 
 
 def sweep(step: Step, settings: DemoSettings) -> None:
     """A part of each benchmark under several numbers of latents."""
-    arm = _arm(step)
-    budgets = ",".join(map(str, settings.sweep))
-    _evaluate(arm, f"{arm.folder}/sweep", latents=budgets, limit=settings.sweep_questions, ablation=False)
+    chosen = choice().sweep
+    budgets = ",".join(map(str, settings[chosen.latents]))
+    _evaluate(step, latents=budgets, limit=settings[chosen.limit], ablation=False)
 
 
-def _evaluate(arm: Arm, out: str, **options: Any) -> None:
+def _evaluate(step: Step, **options: Any) -> None:
     from realvr.evaluation.checkpoints import evaluate as evaluate_checkpoints
     from realvr.evaluation.settings import EvaluateSettings
 
-    common: dict[str, Any] = {"max_new": plan.MAX_NEW, "batch": plan.EVAL_BATCH, "device": "cpu"}
-    evaluate_checkpoints(EvaluateSettings([arm.model], out, benches(), **common, **options))
+    common: dict[str, Any] = {"max_new": choice().max_new, "batch": choice().evaluation.batch, "device": "cpu"}
+    evaluate_checkpoints(EvaluateSettings([_arm(step).model], step.out, benches(), **common, **options))
 
 
-def counterfactual(step: Step, settings: DemoSettings) -> None:
-    """Do answers follow an edit of the picture? Two turns, with and without the first span, and separately."""
-    from realvr.cli import pairs as pairs_command
+def diagnose(step: Step, settings: DemoSettings) -> None:
+    """A diagnostic, and those that are measured with it in the same folder."""
+    from realvr.demo import interim
 
-    arm = _arm(step)
-    pairs_command.counterfactual(
-        arm.model,
-        plan.PAIRS_DATA,
-        Path(arm.folder) / "counterfactual",
-        batch=plan.EVAL_BATCH,
-        max_new=plan.MAX_NEW,
-        device="cpu",
-    )
-
-
-def exchange(step: Step, settings: DemoSettings) -> None:
-    """Do answers follow latents that are swapped between the two pictures of a pair?"""
-    from realvr.cli import pairs as pairs_command
-
-    arm = _arm(step)
-    pairs_command.exchange(
-        arm.model,
-        plan.PAIRS_DATA,
-        Path(arm.folder) / "exchange",
-        seeds=1,
-        limit=settings.exchange_per_edit,
-        max_new=plan.MAX_NEW,
-        device="cpu",
-    )
-
-
-def grounding(step: Step, settings: DemoSettings) -> None:
-    """Free-running latents against the evidence of held-out questions."""
-    from realvr.diagnostics.grounding import measure
-
-    arm = _arm(step)
-    found = measure(arm.model, plan.HELD_OUT, plan.LATENTS, seed=settings.seed)
-    write_json(Path(arm.folder) / "grounding" / "grounding.json", found)
+    chosen = choice().diagnostics[step.what]
+    numbers = settings.numbers | {"seed": settings.seed}
+    options = filled(chosen.run, numbers) | filled(chosen.settings, numbers)
+    interim.diagnose(step.what, _arm(step).model, samples_of(chosen.data), Path(step.out), options)
 
 
 def _arm(step: Step) -> Arm:
@@ -220,13 +164,9 @@ def _arm(step: Step) -> Arm:
 
 
 WORK: dict[str, Callable[[Step, DemoSettings], None]] = {
-    "make_train": make_train,
-    "make_benchmarks": make_benchmarks,
-    "train_stage1": train_stage1,
-    "train_stage2": train_stage2,
+    "draw": draw,
+    "train": train,
     "eval": evaluate,
-    "counterfactual": counterfactual,
-    "exchange": exchange,
-    "grounding": grounding,
     "sweep": sweep,
+    "diagnose": diagnose,
 }

@@ -1,0 +1,216 @@
+"""``arms.yaml`` as types: the demo's choice of arms, trainings, benchmarks and diagnostics. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from math import prod
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict
+
+Numbers = Mapping[str, Any]
+"""The numbers of ``arms.yaml`` in force, by name."""
+Factors = tuple[float | str, ...]
+"""Numbers, and names of numbers, to be multiplied."""
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Split(Part):
+    """A split of the embedded world."""
+
+    count: str
+    size: int
+    format: Literal["all", "jsonl", "real"] = "real"
+    easy: bool = False
+    """Only the kinds of question that the packaged models know."""
+    resize_pixels: int | None = None
+    patch: int | None = None
+    seconds: float
+
+
+class Drawing(Part):
+    name: str
+    title: str
+    splits: dict[str, Split]
+
+
+class Cost(Part):
+    """``start`` seconds and ``each`` times the product of ``times``."""
+
+    start: float
+    each: float
+    times: Factors
+
+    def seconds(self, numbers: Numbers) -> float:
+        return self.start + self.each * product(self.times, numbers)
+
+
+class Recipe(Part):
+    """A training, as a settings file would say it."""
+
+    command: str
+    steps: str
+    watch: str
+    """The metric that is shown while it runs."""
+    ends: tuple[str, ...]
+    """Metrics of which summary.json has the first and the last steps."""
+    cost: Cost
+    settings: dict[str, Any]
+
+
+class Training(Part):
+    recipe: str
+    step: str
+    title: str
+    settings: dict[str, Any] = {}
+    """What is special about it."""
+
+
+class Arm(Part):
+    """One row of the comparison. ``model`` is what is evaluated: a packaged one, or what the demo trains."""
+
+    name: str
+    folder: str
+    model: str = ""
+    latents: int = -1
+    training: Training | None = None
+    diagnostics: tuple[str, ...] = ()
+    sweep: bool = False
+
+
+class Watched(Part):
+    name: str
+    folder: str
+    training: Training
+
+
+class BySpan(Part):
+    """Of an arm with a latent span, and of one that answers directly."""
+
+    span: float
+    direct: float
+
+
+class UnitsBySpan(Part):
+    span: Factors
+    direct: Factors
+
+
+class Evaluation(Part):
+    title: str
+    batch: int
+    benchmarks: dict[str, int]
+    """Benchmark -> questions for each of the count of its split."""
+    seconds: BySpan
+
+
+class SweepChoice(Part):
+    title: str
+    latents: str
+    limit: str
+    seconds: float
+
+
+class Measurement(Part):
+    """A diagnostic of the registry, and how the demo runs it."""
+
+    title: str
+    beside: tuple[str, ...] = ()
+    data: str
+    run: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    journals: tuple[str, ...] = ()
+    units: UnitsBySpan
+    rough: bool = False
+    """The number of units is only known roughly."""
+    seconds: float
+
+
+class Column(Part):
+    heading: str
+    value: tuple[tuple[str, ...], ...]
+    key: str
+    form: str = "{:.1f}"
+    scale: float = 1
+    read: str = ""
+    """Key of the share of readable replies."""
+
+
+class EachArm(Part):
+    text: str
+    value: tuple[str, ...]
+    key: str
+    scale: float = 1
+
+
+class Notes(Part):
+    quick: str
+    first: tuple[str, ...]
+    pairs: Factors
+    within: str
+    beyond: str
+    each: EachArm
+    unused: str
+    use: tuple[str, ...]
+    broken: str
+    conditions: dict[str, str]
+    last: tuple[str, ...]
+
+
+class Choice(Part):
+    numbers: dict[str, tuple[Any, Any]]
+    steps: str
+    latents: int
+    max_new: int
+    drawings: tuple[Drawing, ...]
+    data: str
+    recipes: dict[str, Recipe]
+    arms: tuple[Arm, ...]
+    watched: Watched
+    evaluation: Evaluation
+    sweep: SweepChoice
+    diagnostics: dict[str, Measurement]
+    comparisons: tuple[tuple[str, str], ...]
+    table: tuple[Column, ...]
+    legend: str
+    notes: Notes
+
+    def split(self, name: str) -> Split:
+        return next(drawing.splits[name] for drawing in self.drawings if name in drawing.splits)
+
+
+@cache
+def choice() -> Choice:
+    """The demo's choice."""
+    content = yaml.safe_load(files("realvr.demo").joinpath("arms.yaml").read_text(encoding="utf-8"))
+    found = Choice.model_validate(content)
+    arms = tuple(
+        arm.model_copy(
+            update={
+                "latents": found.latents if arm.latents < 0 else arm.latents,
+                "model": f"{arm.folder}/train/final" if arm.training else arm.model,
+            }
+        )
+        for arm in found.arms
+    )
+    return found.model_copy(update={"arms": arms})
+
+
+def product(factors: Sequence[float | str], numbers: Numbers) -> float:
+    """Numbers, and numbers by name, multiplied."""
+    return prod(numbers[one] if isinstance(one, str) else one for one in factors)
+
+
+def filled(value: Any, numbers: Numbers) -> Any:
+    """A setting with ``$name`` replaced by the number of that name, everywhere inside it."""
+    if isinstance(value, Mapping):
+        return {key: filled(inner, numbers) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [filled(inner, numbers) for inner in value]
+    return numbers[value[1:]] if isinstance(value, str) and value.startswith("$") else value
