@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from realvr import models
 from realvr.demo import files
 from realvr.demo.plan import DemoSettings, quick_settings, steps_of
-from realvr.demo.summary import notes
+from realvr.demo.words import notes
 from realvr.errors import UserError
 
 
@@ -38,7 +37,7 @@ def test_settings_come_back_and_others_are_refused_by_name(tmp_path: Path, insta
     before = (out / files.SETTINGS).read_bytes()
     with (
         pytest.raises(UserError, match="rl_steps was 4, now 9"),
-        files.open_demo_folder(out, replace(settings, rl_steps=9)),
+        files.open_demo_folder(out, settings.replaced(rl_steps=9)),
     ):
         pass
     (installed / "mini" / "model.safetensors").write_bytes(b"another")
