@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from realvr.demo.choice import Arm, Training, choice, product
+from realvr.evaluation.benchmark import BENCHMARKS
 
 WORLD = Path("world")
 ARMS = choice().arms
@@ -136,7 +137,7 @@ def _measurements(settings: DemoSettings, arm: Arm) -> list[Step]:
         )
 
     benches, predictions = chosen.evaluation.benchmarks, ("predictions.jsonl",)
-    first = next(iter(benches))
+    first = BENCHMARKS.get(next(iter(benches))).stand_in
     answers = questions_of(settings) * (5 if span else 1)  # own latents, no span, mean, another's, noise
     seconds = chosen.evaluation.seconds.span if span else chosen.evaluation.seconds.direct
     steps = [step("eval", chosen.evaluation.title, first, answers, seconds, predictions)]
@@ -153,4 +154,7 @@ def _measurements(settings: DemoSettings, arm: Arm) -> list[Step]:
 def questions_of(settings: DemoSettings) -> int:
     """Questions of all benchmarks, as they are asked."""
     chosen = choice()
-    return sum(settings[chosen.split(name).count] * each for name, each in chosen.evaluation.benchmarks.items())
+    return sum(
+        settings[chosen.split(BENCHMARKS.get(name).stand_in).count] * each
+        for name, each in chosen.evaluation.benchmarks.items()
+    )

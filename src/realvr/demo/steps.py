@@ -14,6 +14,7 @@ from typing import Any
 
 from realvr.demo.choice import Arm, choice, filled
 from realvr.demo.plan import WORLD, DemoSettings, Step
+from realvr.evaluation.benchmark import BENCHMARKS, MINI
 from realvr.world.questions import EASY_EXTRA_KINDS, EASY_KINDS
 
 DONE = Path("done")
@@ -67,10 +68,8 @@ def samples_of(split: str) -> Path:
 
 def benches() -> list[str]:
     """``NAME=PATH`` of the benchmarks that the world stands in for."""
-    from realvr.evaluation.catalog import MINI
-    from realvr.world.making import layout_path
-
-    return [f"{MINI}{name}={layout_path(name, WORLD / name)}" for name in choice().evaluation.benchmarks]
+    chosen = [BENCHMARKS.get(name) for name in choice().evaluation.benchmarks]
+    return [f"{MINI}{bench.name}={bench.stand_in_path(WORLD / bench.stand_in)}" for bench in chosen]
 
 
 # ---------------------------------------------------------------------- training

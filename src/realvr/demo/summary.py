@@ -16,9 +16,9 @@ from realvr.demo.words import notes
 from realvr.diagnostics.results import FILES
 from realvr.evaluation.comparison import compare
 from realvr.evaluation.effects import EFFECTS
+from realvr.evaluation.five_tasks import five_title
 from realvr.evaluation.records import PREDICTIONS, read_predictions
 from realvr.evaluation.results import SUMMARY_FILE, Summary
-from realvr.evaluation.rules import five_title
 from realvr.report.results import ArmEntry, ArmList
 from realvr.training.records import METRICS, read_steps
 
