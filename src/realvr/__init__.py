@@ -1,3 +1,67 @@
-"""realvr: train, evaluate and look inside latent visual reasoning in vision-language models."""
+"""realvr: train, evaluate and look inside latent visual reasoning in vision-language models.
+
+The names below are imported on first use: ``import realvr`` loads no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from realvr.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from realvr.backbone.backbone import Backbone
+    from realvr.backbone.types import Turn
+    from realvr.data.reading import read
+    from realvr.data.sample import Sample
+    from realvr.errors import UserError
+    from realvr.evaluation.checkpoints import evaluate
+    from realvr.evaluation.finished import CompareSettings, ScoreSettings, compare_runs, score
+    from realvr.evaluation.settings import EvaluateSettings
+    from realvr.latent.group_rollout import rollout
+    from realvr.latent.recurrence import trajectory
+    from realvr.latent.sampling import Sampling
+    from realvr.report.settings import ReportSettings, write_report
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "Backbone": "realvr.backbone.backbone",
+    "CompareSettings": "realvr.evaluation.finished",
+    "EvaluateSettings": "realvr.evaluation.settings",
+    "ReportSettings": "realvr.report.settings",
+    "Sample": "realvr.data.sample",
+    "Sampling": "realvr.latent.sampling",
+    "ScoreSettings": "realvr.evaluation.finished",
+    "Turn": "realvr.backbone.types",
+    "UserError": "realvr.errors",
+    "compare_runs": "realvr.evaluation.finished",
+    "evaluate": "realvr.evaluation.checkpoints",
+    "read": "realvr.data.reading",
+    "rollout": "realvr.latent.group_rollout",
+    "score": "realvr.evaluation.finished",
+    "trajectory": "realvr.latent.recurrence",
+    "write_report": "realvr.report.settings",
+}
+
+__all__ = [
+    "Backbone",
+    "CompareSettings",
+    "EvaluateSettings",
+    "ReportSettings",
+    "Sample",
+    "Sampling",
+    "ScoreSettings",
+    "Turn",
+    "UserError",
+    "__version__",
+    "compare_runs",
+    "evaluate",
+    "read",
+    "rollout",
+    "score",
+    "trajectory",
+    "write_report",
+]
+
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from realvr.families import FAMILIES
+from realvr.zoo.new import NewSettings
+from realvr.zoo.new import new as make
 
 
-def new(
-    directory: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")],
-    family: str,
-    size: str = "tiny",
-    seed: int = 0,
-) -> int:
+@dataclass(frozen=True)
+class NewCommand(NewSettings):
+    """Options of ``realvr new``."""
+
+    directory: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+
+
+def new(settings: NewCommand) -> int:
     """Make a random model of a stock transformers class, with tokenizer and image processor, in a plain HF directory.
 
     Its answers are noise; everything else (training, evaluation, diagnostics) runs on it as on a real checkpoint.
@@ -23,19 +28,10 @@ def new(
     Examples:
       realvr new --family qwen2.5-vl --size tiny runs/tiny-qwen
       realvr new --family gemma3 runs/tiny-gemma --seed 1
-
-    Args:
-        directory: Where to write it; must not exist or be empty.
-        family: One of qwen2.5-vl, qwen3-vl, qwen3-vl-moe, internvl3, gemma3.
-        size: Size of the model.
-        seed: Seed of the random weights; the same seed gives the same bytes.
     """
-    from realvr.runs.quiet import quiet_transformers
-    from realvr.zoo.tiny import build
-
-    quiet_transformers()
-    build(family, size, directory, seed)
-    size_bytes = sum(file.stat().st_size for file in directory.iterdir())
-    print(f"{directory}: a {size} {FAMILIES[family].name} with random weights ({size_bytes / 1e6:.1f} MB)")
+    directory = make(settings)
+    size = sum(file.stat().st_size for file in directory.iterdir())
+    family = FAMILIES[settings.family].name
+    print(f"{directory}: a {settings.size} {family} with random weights ({size / 1e6:.1f} MB)")
     print(f'try: realvr ask {directory} IMAGE "QUESTION" --latents 4')
     return 0

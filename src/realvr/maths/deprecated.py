@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from realvr.maths import objective
-from realvr.maths.precision import at_least_float32, masked
+from realvr.maths.precision import at_least_float32, masked, safe_divide
 
 IGNORE = -100
 """Label of a position that carries no next-token loss."""
@@ -39,7 +39,11 @@ _HOME: dict[str, dict[str, tuple[Any, str]]] = {
         "IGNORE": (IGNORE, "-100"),
         "cross_entropy": (cross_entropy, "reconstruction.next_token, which takes log-probabilities"),
         "stage1": (stage1, "objective.total"),
-    }
+    },
+    "precision": {
+        "wide": (at_least_float32, "precision.at_least_float32"),
+        "ratio": (safe_divide, "precision.safe_divide"),
+    },
 }
 """Module to its deprecated names, each with what to use instead."""
 

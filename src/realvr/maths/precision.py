@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,3 +29,9 @@ def safe_divide(total: Tensor, count: Tensor | float) -> Tensor:
     """
     divisor = torch.as_tensor(count, dtype=total.dtype, device=total.device)
     return total / torch.where(divisor == 0, torch.ones_like(divisor), divisor)
+
+
+def __getattr__(name: str) -> Any:
+    from realvr.maths import deprecated
+
+    return deprecated.find("precision", name)
