@@ -216,3 +216,5 @@ def load_plugins() -> None:
         for registry in _REGISTRIES:
             if registry._filled:
                 registry.adopt(module)
+            elif _defined(module, registry.base):
+                registry._fill()  # which comes back here: what is wrong with a file is said at once

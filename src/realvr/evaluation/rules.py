@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from realvr.evaluation.records import Prediction
@@ -32,6 +32,8 @@ class Rule:
     stratum: Callable[[Prediction], str] = lambda row: ""
     cycles: bool = False
     """Rows are rotations of the options of fewer questions, which the bootstrap keeps together."""
+    group: Callable[[Prediction], str] | None = None
+    """Questions of one group count as one in the headline, right only where all of them are."""
     intervals: Callable[[Sequence[Prediction], Bootstrap], dict[str, list[float]]] = _no_intervals
     """Intervals of further numbers: ``X_ci`` in ``metrics`` belongs to ``X``."""
     headline: str = "accuracy over all questions"
@@ -40,6 +42,16 @@ class Rule:
     """What ``metrics`` holds."""
     draws: str = "questions"
     """What the bootstrap draws."""
+
+
+def counted(rule: Rule, rows: Sequence[Prediction]) -> Sequence[Prediction]:
+    """The rows that the headline counts: one a question, or one a group and decoding seed."""
+    if rule.group is None:
+        return rows
+    groups: dict[tuple[str, int], list[Prediction]] = defaultdict(list)
+    for row in rows:
+        groups[rule.group(row), row.seed].append(row)
+    return [replace(part[0], correct=all(row.correct for row in part)) for part in groups.values()]
 
 
 def percent(rows: Sequence[Prediction]) -> float:
@@ -88,6 +100,8 @@ def units(rule: Rule, rows: Iterable[Prediction]) -> dict[str, str]:
     first: dict[str, Prediction] = {}
     for row in rows:
         first.setdefault(row.question, row)
+    if rule.group is not None:
+        return {question: rule.group(row) for question, row in first.items()}
     if not rule.cycles:
         return {question: question for question in first}
     seen: dict[tuple[str, ...], int] = defaultdict(int)

@@ -43,11 +43,12 @@ class Bench:
 
     def tallies(self, *cells: Rows) -> tuple[list[Tally], list[int]]:
         """One tally per cell over the same units, and the units' strata. Columns: decoding seeds x the rule's own."""
-        names = sorted({self.units[row.question] for rows in cells for row in rows})
+        counted = [rules.counted(self.rule, rows) for rows in cells]
+        names = sorted({self.units[row.question] for rows in counted for row in rows})
         number = {name: index for index, name in enumerate(names)}
         stratum: dict[str, str] = {}
         made = []
-        for rows in cells:
+        for rows in counted:
             columns = {key: n for n, key in enumerate(sorted({(row.seed, self.rule.column(row)) for row in rows}))}
             tally = Tally(np.zeros((len(names), len(columns))), np.zeros((len(names), len(columns))))
             for row in rows:
