@@ -18,8 +18,9 @@ from pair_reference import question, two_turns
 from realvr.backbone import Backbone
 from realvr.cli import main
 from realvr.data.export import write
-from realvr.diagnostics.counterfactual import PairOptions, ask_pairs
-from realvr.diagnostics.distances import measure, read_views
+from realvr.diagnostics.counterfactual import CounterfactualSettings
+from realvr.diagnostics.measuring.asking import ask_pairs
+from realvr.diagnostics.measuring.views import measure_distances, read_views
 from realvr.diagnostics.pairs import Pair, unrelated
 from realvr.evaluation.model_responder import ModelResponder
 from realvr.latent.sampling import Sampling
@@ -42,11 +43,9 @@ def pairs() -> list[Pair]:
 
 def test_two_turns_are_the_conversation_put_together_at_once(pair: Any, pairs: list[Pair]) -> None:
     responder = ModelResponder(pair.ours, SHORT)
-    options = PairOptions(latents=K)
-    assert options.variants == [("two-turn", "keep"), ("two-turn", "drop"), ("separate", "none")]
-    records = {
-        (r["pair"], r["protocol"], r["first_span"]): r for r in ask_pairs(responder, pairs, options.variants, options)
-    }
+    variants = CounterfactualSettings().variants(K)
+    assert variants == [("two-turn", "keep"), ("two-turn", "drop"), ("separate", "none")]
+    records = {(r["pair"], r["protocol"], r["first_span"]): r for r in ask_pairs(responder, pairs, variants, K)}
     decode = pair.ours.tokenizer.decode
     for one in pairs:
         kept, dropped = (records[one.id, "two-turn", span] for span in ("keep", "drop"))
@@ -61,7 +60,7 @@ def test_two_turns_are_the_conversation_put_together_at_once(pair: Any, pairs: l
 
 def test_distances_are_those_of_the_stock_spans(pair: Any, pairs: list[Pair]) -> None:
     controls = unrelated(pairs)
-    found = measure(read_views(pair.ours, pairs, controls, K))
+    found = measure_distances(read_views(pair.ours, pairs, controls, K))
     assert [record["unrelated"] for record in found] == [pairs[1].id, pairs[0].id]
     for record, one, control in zip(found, pairs, controls, strict=True):
         assert control is not None
@@ -96,15 +95,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_batch_does_not_matter(small: Path) -> None:
     responder = ModelResponder(Backbone.load(small, dtype=torch.float32, device="cpu"), SHORT)
     pairs = world_pairs(1)
-    options = PairOptions(latents=K)
-    together = ask_pairs(responder, pairs, options.variants, options)
-    alone = [r for one in pairs for r in ask_pairs(responder, [one], options.variants, options)]
+    variants = CounterfactualSettings().variants(K)
+    together = ask_pairs(responder, pairs, variants, K)
+    alone = [r for one in pairs for r in ask_pairs(responder, [one], variants, K)]
 
     def texts(records: list[Any]) -> dict[Any, Any]:
         return {(r["pair"], r["protocol"], r["first_span"]): r["texts"] for r in records}
 
     assert texts(together) == texts(alone) and len(texts(alone)) == 12
-    one, many = (measure(read_views(responder.backbone, pairs[:n], unrelated(pairs)[:n], K))[0] for n in (1, 4))
+    one, many = (
+        measure_distances(read_views(responder.backbone, pairs[:n], unrelated(pairs)[:n], K))[0] for n in (1, 4)
+    )
     assert one["latent"] == pytest.approx(many["latent"], abs=1e-6)
     assert one["final_unrelated"] == pytest.approx(many["final_unrelated"], abs=1e-6)
 
@@ -113,9 +114,9 @@ def test_equal_pictures_are_at_distance_zero(small: Path) -> None:
     backbone = Backbone.load(small, dtype=torch.float32, device="cpu")
     pairs = world_pairs(1)[:2]
     pairs = [replace(one, edited=replace(one.edited, images=one.original.images)) for one in pairs]
-    found = measure(read_views(backbone, pairs, unrelated(pairs), K))
+    found = measure_distances(read_views(backbone, pairs, unrelated(pairs), K))
     assert [(r["latent"], r["final"]) for r in found] == [(pytest.approx(0, abs=1e-15),) * 2] * 2
-    direct = measure(read_views(backbone, pairs[:1], [None], 0))[0]
+    direct = measure_distances(read_views(backbone, pairs[:1], [None], 0))[0]
     assert direct["latent"] is direct["latent_unrelated"] is direct["final_unrelated"] is None
     assert direct["final"] == pytest.approx(0, abs=1e-15)
 

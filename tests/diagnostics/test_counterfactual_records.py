@@ -13,21 +13,24 @@ import pytest
 from pair_cases import Says, oracle, stubborn, world_pairs, world_samples
 from realvr.data.export import write
 from realvr.data.sample import ImageRef
-from realvr.diagnostics.counterfactual import PairOptions, ask_all
+from realvr.diagnostics.counterfactual import Counterfactual
 from realvr.diagnostics.counterfactual_summary import csv_rows, record_key, report, summarise_pairs
 from realvr.diagnostics.files import claim
+from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import mean, rate
 from realvr.diagnostics.pairs import first_of_each, pair_up, read_pairs, unrelated
+from realvr.diagnostics.run import measure_all
 from realvr.errors import UserError
 from realvr.runs.journal import Journal, read_records
 
 EDITS = ["color_change", "object_removal", "shape_swap", "spatial_swap"]
 
 
-def asked(responder: Says, pairs: Any, folder: Path, **options: Any) -> dict[str, Any]:
+def asked(responder: Says, pairs: Any, folder: Path, batch: int = 8, **settings: Any) -> dict[str, Any]:
+    diagnostic = Counterfactual.configure(settings)
     journal = Journal(folder / "counterfactual.jsonl", record_key)
-    ask_all(responder, pairs, journal, PairOptions(latents=0, **options))
-    return summarise_pairs(journal.records)
+    measure_all(diagnostic, Model(responder, latents=0), pairs, journal, batch)
+    return diagnostic.summarise(journal.records)
 
 
 # ---------------------------------------------------------------------- reading pairs
@@ -153,7 +156,7 @@ def test_the_second_turn_shows_the_edited_picture_with_the_same_question(tmp_pat
         conversations.append(request.turns)
         return "well"
 
-    asked(Says(listen), pairs, tmp_path, protocols=("two-turn",))
+    asked(Says(listen), pairs, tmp_path, protocol=("two-turn",))
     assert [len(turns) for turns in conversations] == [1] * 4 + [3] * 4
     for pair, first, second in zip(pairs, conversations[:4], conversations[4:], strict=True):
         assert [turn.role for turn in second] == ["user", "assistant", "user"]

@@ -18,10 +18,11 @@ from pair_cases import world_pairs
 from pair_reference import question
 from realvr.backbone import Backbone
 from realvr.data.sample import ImageRef
-from realvr.diagnostics.counterfactual import PairOptions, ask_pairs
+from realvr.diagnostics.counterfactual import CounterfactualSettings
 from realvr.diagnostics.counterfactual_summary import summarise_pairs
-from realvr.diagnostics.exchange import ExchangeOptions, exchange_pairs
 from realvr.diagnostics.exchange_summary import summarise_exchange
+from realvr.diagnostics.measuring.asking import ask_pairs
+from realvr.diagnostics.measuring.exchange import ExchangeOptions, exchange_pairs
 from realvr.diagnostics.pairs import Pair, unrelated
 from realvr.evaluation.model_responder import ModelResponder
 from realvr.latent import prefill, score, splice, think
@@ -73,8 +74,8 @@ def test_exchange_tells_where_the_answer_comes_from(build_tiny: Callable[[str], 
     backbone = Backbone.load(build_tiny("qwen2.5-vl"), dtype=torch.float32, device="cpu")
     pairs = inverted_pairs(3)
     teach(backbone, pairs, from_span)
-    options = PairOptions(latents=K, protocols=("separate",))
-    records = ask_pairs(ModelResponder(backbone, SHORT), pairs, options.variants, options)
+    variants = CounterfactualSettings(protocol=("separate",)).variants(K)
+    records = ask_pairs(ModelResponder(backbone, SHORT), pairs, variants, K)
     answers: Any = summarise_pairs(records)["protocols"]["separate"]["all"]
     assert answers["strict_correct_flip"]["count"] == answers["changed"] == 3
     found = summarise_exchange(

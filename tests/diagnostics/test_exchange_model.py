@@ -24,9 +24,9 @@ from realvr.backbone import Backbone
 from realvr.cli import main
 from realvr.data.export import write
 from realvr.data.sample import ImageRef
-from realvr.diagnostics.distances import read_views
-from realvr.diagnostics.exchange import Answers, ExchangeOptions, _recipients, exchange_pairs
 from realvr.diagnostics.exchange_summary import record_key, summarise_exchange
+from realvr.diagnostics.measuring.exchange import Answers, ExchangeOptions, _recipients, exchange_pairs
+from realvr.diagnostics.measuring.views import read_views
 from realvr.diagnostics.pairs import Pair, unrelated
 from realvr.latent.sampling import Sampling
 

@@ -13,7 +13,8 @@ from realvr.backbone import Backbone
 from realvr.backbone.samples import conversation
 from realvr.data.export import write
 from realvr.data.reading import read
-from realvr.diagnostics.grounding import measure
+from realvr.diagnostics import RunSettings, diagnose
+from realvr.diagnostics.grounding import Grounding
 from realvr.latent.group_rollout import rollout
 from realvr.latent.sampling import Sampling
 from realvr.world.splits import Recipe, samples
@@ -40,11 +41,15 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def test_margin_and_cosine_against_single_questions(tmp_path: Path, build_tiny: Callable[[str], Path]) -> None:
-    model = str(build_tiny("internvl3"))
+    plain = Backbone.load(build_tiny("internvl3"), device="cpu")
+    plain.latents = LATENTS  # as if it had been trained with a span
+    model = str(plain.save(tmp_path / "model"))
     data = tmp_path / "samples.jsonl"
     recipe = Recipe("validation", seed=1, count=COUNT, size=(48, 48), kinds=("color", "shape"))
     write(samples(recipe), "jsonl", data)
-    found = measure(model, data, LATENTS, negatives=COUNT - 1, batch=2)
+    grounding = Grounding.configure({"negatives": COUNT - 1})
+    settings = RunSettings(model, data, tmp_path / "out", batch=2, device="cpu")
+    found = diagnose([grounding], settings)["grounding"]
 
     backbone = Backbone.load(model, device="cpu")
     spans, prototypes = [], []

@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from pair_cases import world_pairs, world_samples
+from pair_cases import Says, oracle, world_pairs, world_samples
 from realvr.backbone import Backbone
 from realvr.cli import main
 from realvr.data.export import write
 from realvr.data.sample import ImageRef
-from realvr.diagnostics.distances import measure, read_views
-from realvr.diagnostics.exchange import ExchangeOptions, exchange_all, exchange_pairs
+from realvr.diagnostics.exchange import Exchange
 from realvr.diagnostics.exchange_summary import record_key, summarise_exchange
+from realvr.diagnostics.measuring.exchange import ExchangeOptions, exchange_pairs
+from realvr.diagnostics.measuring.views import measure_distances, read_views
+from realvr.diagnostics.model import Model
 from realvr.diagnostics.pairs import Pair, unrelated
+from realvr.diagnostics.run import measure_all
+from realvr.evaluation.model_responder import ModelResponder
 from realvr.latent.sampling import Sampling
 from realvr.runs.journal import Journal
 
@@ -77,8 +81,8 @@ def test_a_missing_control_costs_its_own_pair_only(backbone: Backbone, pairs: li
 
 
 def test_distances_keep_every_control_that_can_be_read(backbone: Backbone, pairs: list[Pair]) -> None:
-    found = measure(read_views(backbone, pairs, [pairs[1], None, broken(pairs[0])], K))
-    whole = measure(read_views(backbone, pairs, [pairs[1], pairs[2], pairs[0]], K))
+    found = measure_distances(read_views(backbone, pairs, [pairs[1], None, broken(pairs[0])], K))
+    whole = measure_distances(read_views(backbone, pairs, [pairs[1], pairs[2], pairs[0]], K))
     assert [record["error"] for record in found] == [None] * 3
     for name in ("latent", "final"):
         assert [r[name] for r in found] == pytest.approx([r[name] for r in whole], abs=1e-6)
@@ -97,11 +101,17 @@ def test_a_pair_that_cannot_be_read_stays_an_error_of_its_own(backbone: Backbone
 
 def test_a_finished_run_is_not_done_again(backbone: Backbone, pairs: list[Pair], tmp_path: Path) -> None:
     controls = [pairs[1], None, broken(pairs[0])]
+
+    class Given(Exchange):
+        def prepare(self, model: Model, samples: Any) -> None:
+            self._controls = {pair.id: control for pair, control in zip(pairs, controls, strict=True)}
+
+    given = Given.configure({"k": "1", "seeds": 1})
     journal = Journal(tmp_path / "exchange.jsonl", record_key)
-    exchange_all(backbone, pairs, controls, journal, OPTIONS)
+    measure_all(given, Model(ModelResponder(backbone, OPTIONS.sampling), K), pairs, journal, 4)
     written = (tmp_path / "exchange.jsonl").read_bytes()
     again = Journal(tmp_path / "exchange.jsonl", record_key)
-    exchange_all(None, pairs, controls, again, OPTIONS)  # type: ignore[arg-type]  # no model: nothing is left to ask
+    measure_all(given, Model(Says(oracle), K), pairs, again, 4)  # no model: nothing is left to ask
     assert (tmp_path / "exchange.jsonl").read_bytes() == written
 
 

@@ -47,8 +47,9 @@ COMMANDS: dict[str, Command] = {
         "realvr.cli.eval", "evaluate", "Checkpoints on benchmarks, span ablations included.", rewrite="rewrite"
     ),
     "benchmarks": Command("realvr.cli.benchmarks", "benchmarks", "Files, rules and citations of each."),
-    "counterfactual": Command("realvr.cli.pairs", "counterfactual", "Do answers follow edits of the picture?"),
-    "exchange": Command("realvr.cli.pairs", "exchange", "Do answers follow latents swapped in a pair?"),
+    "counterfactual": Command("realvr.cli.diagnose", "counterfactual", "Do answers follow edits of the picture?"),
+    "exchange": Command("realvr.cli.diagnose", "exchange", "Do answers follow latents swapped in a pair?"),
+    "diagnose": Command("realvr.cli.diagnose", "diagnose", "Any diagnostic; without a name, the list.", raw=True),
     "score": Command("realvr.cli.score", "score", "Scores with intervals from saved predictions."),
     "compare": Command("realvr.cli.score", "compare", "Two evaluations, question by question."),
     "report": Command("realvr.cli.report", "report", "A page with tables and figures from saved results."),

@@ -148,12 +148,15 @@ def _evaluate(step: Step, **options: Any) -> None:
 
 def diagnose(step: Step, settings: DemoSettings) -> None:
     """A diagnostic, and those that are measured with it in the same folder."""
-    from realvr.demo import interim
+    from realvr.diagnostics import DIAGNOSTICS, RunSettings
+    from realvr.diagnostics import diagnose as measure
 
     chosen = choice().diagnostics[step.what]
     numbers = settings.numbers | {"seed": settings.seed}
-    options = filled(chosen.run, numbers) | filled(chosen.settings, numbers)
-    interim.diagnose(step.what, _arm(step).model, samples_of(chosen.data), Path(step.out), options)
+    first = DIAGNOSTICS.get(step.what).configure(filled(chosen.settings, numbers))
+    beside = [DIAGNOSTICS.get(name)() for name in chosen.beside]
+    common: dict[str, Any] = {"max_new": choice().max_new, "device": "cpu", **filled(chosen.run, numbers)}
+    measure([first, *beside], RunSettings(_arm(step).model, samples_of(chosen.data), step.out, **common), step.what)
 
 
 def _arm(step: Step) -> Arm:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from realvr.demo.choice import Arm, Training, choice
-from realvr.demo.interim import numbers
 from realvr.demo.plan import ARMS, DemoSettings, Step
 from realvr.demo.words import notes
-from realvr.diagnostics.results import FILES
+from realvr.diagnostics.base import DIAGNOSTICS
 from realvr.evaluation.comparison import compare
 from realvr.evaluation.effects import EFFECTS
 from realvr.evaluation.five_tasks import five_title
@@ -72,8 +71,9 @@ def _arm(folder: Path, arm: Arm) -> Json:
     }
     found |= {name: scores.get("effects", {}).get(name) for name in EFFECTS}
     for name in choice().diagnostics:
-        path = home / name / f"{name}.json"
-        found |= numbers(name, FILES[name].load(path) if path.is_file() else None)
+        diagnostic = DIAGNOSTICS.get(name)()
+        measured = diagnostic.read(home / name)
+        found |= diagnostic.numbers(measured[1] if measured else None)
     return found | ({"train": _training(home, arm.training)} if arm.training else {})
 
 

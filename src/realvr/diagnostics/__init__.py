@@ -1,1 +1,17 @@
-"""Questions asked of a latent: measure, summarise, draw."""
+"""Questions asked of a latent: measure, summarise, draw. One file a diagnostic; see docs/diagnostics.md."""
+
+from realvr.diagnostics.base import DIAGNOSTICS, Diagnostic, DiagnosticSettings, Highlight, Needs, Samples, Shown
+from realvr.diagnostics.run import diagnose
+from realvr.diagnostics.settings import RunSettings
+
+__all__ = [
+    "DIAGNOSTICS",
+    "Diagnostic",
+    "DiagnosticSettings",
+    "Highlight",
+    "Needs",
+    "RunSettings",
+    "Samples",
+    "Shown",
+    "diagnose",
+]

@@ -1,168 +1,244 @@
-"""Asking both views of a counterfactual pair, in one conversation or in two; `counterfactual_summary` has the numbers.
+"""Counterfactual pairs (app:complete-counterfactual): does the answer follow an edit of the picture?
 
 Protocols:
 
-* ``two-turn`` (app:complete-counterfactual): the original picture with the question, the reply, then the edited picture
-  with the same question, the first exchange in context. The paper does not say whether the first reply's latent span
-  stays in context. ``keep`` leaves it where it was produced; ``drop`` keeps the reply's text only. With K = 0 there is
-  no span and one variant, ``none``.
+* ``two-turn``: the original picture with the question, the reply, then the edited picture with the same question, the
+  first exchange in context. The paper does not say whether the first reply's latent span stays in context. ``keep``
+  leaves it where it was produced; ``drop`` keeps the reply's text only. With K = 0 there is no span and one variant,
+  ``none``.
 * ``separate``: each picture in a conversation of its own.
 
-The first turn is the same in all of them and is asked once. Everything goes through `Responder`.
+The first turn is the same in all of them and is asked once. `counterfactual_summary` has the numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
-from realvr.answers import JUDGE, parser
-from realvr.backbone.samples import conversation
-from realvr.backbone.types import Turn
-from realvr.data.sample import Sample
+from pydantic import Field, field_validator
+
+from realvr.answers import parser
+from realvr.diagnostics import counterfactual_summary, results
+from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, Samples, Shown
+from realvr.diagnostics.counterfactual_summary import RATES, summarise_pairs
+from realvr.diagnostics.distances import Distances
+from realvr.diagnostics.model import Model
 from realvr.diagnostics.pairs import Pair
 from realvr.errors import UserError
-from realvr.evaluation.responder import Plan, Reply, Request, Responder
-from realvr.imaging.cache import ImageCache
-from realvr.runs.journal import Journal, Record
+from realvr.runs.journal import Record, read_records
+from realvr.widgets import DASH, FEW_PAIRS, Cell, Figures, Switch, Table, Text, Widget, number, share
+from realvr.widgets.charts import Bar, forest
 
 Protocol = Literal["two-turn", "separate"]
 FirstSpan = Literal["keep", "drop"]
 Variant = tuple[str, str]
 """A protocol and what becomes of the first span: keep, drop or none."""
 
+FLIP = "two-turn/keep"
+"""The protocol whose flips stand for the whole."""
+_NO_SPAN = "two-turn/none"
+_PROTOCOLS = {
+    "two-turn/keep": ("Two turns, span kept", "Both pictures in one conversation; the first reply's span stays in it."),
+    "two-turn/drop": (
+        "Two turns, span dropped",
+        "Both pictures in one conversation; of the first reply only the text.",
+    ),
+    "separate": ("Separate", "Each picture in a conversation of its own."),
+}
+_RATES = dict(RATES) | {"original_accuracy": "A₀", "edited_accuracy": "A₁", "strict_correct_flip": "strict flip"}
 
-@dataclass(frozen=True)
-class PairOptions:
+
+class AnswerSettings(DiagnosticSettings):
+    """Settings of a diagnostic that reads answers out of text."""
+
+    policy: str = Field(
+        default="strict", description="How answers are read out of text: strict, or the rules of a public harness."
+    )
+
+    @field_validator("policy")
+    @classmethod
+    def _known(cls, policy: str) -> str:
+        parser(policy, "evaluation")  # refuses what it does not know
+        return policy
+
+
+class CounterfactualSettings(AnswerSettings):
     """How pairs are asked."""
 
-    latents: int
-    protocols: tuple[Protocol, ...] = ("two-turn", "separate")
-    first_spans: tuple[FirstSpan, ...] = ("keep", "drop")
-    policy: Any = "strict"
-    """How answers are read out of text, see `realvr.answers.POLICIES`."""
-    batch: int = 8
-    """Pairs per batch."""
+    protocol: tuple[Protocol, ...] = Field(
+        default=("two-turn", "separate"),
+        description="two-turn asks about both pictures in one conversation (the paper), separate in two.",
+    )
+    first_span: tuple[FirstSpan, ...] = Field(
+        default=("keep", "drop"),
+        description="Whether the first reply's latent span stays in the context of the second turn (two-turn only).",
+    )
 
-    @property
-    def variants(self) -> list[Variant]:
-        spans = self.first_spans if self.latents else ("none",)
-        found: list[Variant] = [("two-turn", span) for span in spans] if "two-turn" in self.protocols else []
-        return [*found, ("separate", "none")] if "separate" in self.protocols else found
+    @field_validator("protocol", "first_span")
+    @classmethod
+    def _some(cls, value: tuple[str, ...], info: Any) -> tuple[str, ...]:
+        if not value:
+            raise UserError(f"--{info.field_name.replace('_', '-')} is empty: name at least one")
+        return value
 
-
-def ask_all(
-    responder: Responder,
-    pairs: Sequence[Pair],
-    journal: Journal,
-    options: PairOptions,
-    advance: Callable[[int], None] = lambda pairs: None,
-) -> None:
-    """Ask what the journal lacks, batch by batch.
-
-    Batches are cut from the whole list, so that a resumed run forms the same ones: its answers are those of a run that
-    was never interrupted, also where rounding depends on the batch.
-    """
-    for start in range(0, len(pairs), options.batch):
-        chunk = pairs[start : start + options.batch]
-        missing = [v for v in options.variants if any((pair.id, *v) not in journal.done for pair in chunk)]
-        if missing:
-            journal.add(ask_pairs(responder, chunk, missing, options))
-        advance(len(chunk))
+    def variants(self, latents: int) -> list[Variant]:
+        """What every pair is asked under."""
+        spans = self.first_span if latents else ("none",)
+        chosen: list[Variant] = [("two-turn", span) for span in spans] if "two-turn" in self.protocol else []
+        return [*chosen, ("separate", "none")] if "separate" in self.protocol else chosen
 
 
-def ask_pairs(
-    responder: Responder, pairs: Sequence[Pair], variants: Sequence[Variant], options: PairOptions
-) -> list[Record]:
-    """Records of one batch of pairs, variant by variant."""
-    turns = [_view_turns(responder, pair) for pair in pairs]
-    originals = [_request(pair.original, view[0]) for pair, view in zip(pairs, turns, strict=True)]
-    first = _replies(responder, originals, options.latents)
-    records = []
-    for protocol, span in variants:
-        if protocol == "separate":
-            asked = [_request(pair.edited, view[1]) for pair, view in zip(pairs, turns, strict=True)]
-        else:
-            asked = [
-                _second_turn(pair, view, reply, span == "keep")
-                for pair, view, reply in zip(pairs, turns, first, strict=True)
-            ]
-        second = _replies(responder, asked, options.latents)
-        for pair, *replies in zip(pairs, first, second, strict=True):
-            records.append(_record(pair, (protocol, span), replies, options))
-    return records
+def _flip(name: str, pairs: str) -> Any:
+    def cell(summary: Any) -> Cell:
+        numbers = summary["protocols"].get(FLIP) or summary["protocols"].get(_NO_SPAN)
+        if numbers is None:
+            return Cell(DASH)
+        found = share(numbers["macro"][name], counts=False)
+        return Cell(found.text, found.below, numbers["all"][pairs] < FEW_PAIRS, found.value)
+
+    return cell
 
 
-def _view_turns(responder: Responder, pair: Pair) -> tuple[list[Turn] | str, list[Turn] | str]:
-    """The conversations of both views, or why there is none. Pictures are processed here, once for all variants."""
-    backbone = getattr(responder, "backbone", None)
-    cache = ImageCache()
+class Counterfactual(Diagnostic):
+    """Both views of a pair are asked; the rates say how answers follow the edit."""
 
-    def turns(sample: Sample) -> list[Turn] | str:
-        try:
-            images: list[Any] = [cache.open(image) for image in sample.images]
-            if backbone is not None:
-                images = [backbone.processor(image) for image in images]
-        except UserError as error:
-            return str(error)
-        return conversation(sample, images)
+    name = "counterfactual"
+    title = "Counterfactual pairs"
+    question = "Does the answer follow an edit of the picture?"
+    reading = (
+        "|C|: pairs whose right answer changes, |U|: the others. Over C: A₀ and A₁ (original and edited view right), "
+        "change (another answer to the edited view), strict flip (both right). Over U: false flip (another answer "
+        "although none is due)."
+    )
+    needs = Needs(pairs=True)
+    paper = (
+        "strict flips of 73.1 % (color change) to 68.3 % (spatial swap) for ReaLVR, 4.8 % to 5.1 % for LVR-RL and "
+        "53.6 % to 49.4 % for Direct; false flips of 5.1 % to 6.5 % for ReaLVR (tab:complete-counterfactual)"
+    )
+    Settings = CounterfactualSettings
+    shape = results.Counterfactual
+    command = "realvr counterfactual MODEL PAIRS --out DIR"
+    unit = "pairs"
+    order = 10
+    highlights = (
+        Highlight(
+            "strict flip, %",
+            _flip("strict_correct_flip", "changed"),
+            "Strict flip: both views of an edited pair answered correctly (two turns, mean over edits).",
+        ),
+        Highlight("false flip, %", _flip("false_flip", "unchanged")),
+    )
 
-    return turns(pair.original), turns(pair.edited)
+    def settle(self, model: Model) -> None:
+        self._variants = self.settings.variants(model.latents)
+
+    def measure(self, model: Model, samples: Samples) -> Iterable[Record]:
+        from realvr.diagnostics.measuring.asking import ask_pairs
+
+        missing = [v for v in self._variants if any((pair.id, *v) not in samples.done for pair in samples)]
+        return ask_pairs(model.responder, list(samples), missing, model.latents, self.settings.policy)
+
+    def key(self, record: Record) -> Hashable:
+        return counterfactual_summary.record_key(record)
+
+    def keys(self, item: Pair) -> Iterable[Hashable]:
+        return [(item.id, *variant) for variant in self._variants]
+
+    def fixed(self) -> dict[str, Any]:
+        """Protocols are not among it: each record names its own, and others may be added."""
+        return {"policy": self.settings.policy}
+
+    def summarise(self, records: Sequence[Record]) -> dict[str, Any]:
+        return summarise_pairs(records)
+
+    def extend(self, summary: dict[str, Any], others: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+        """With the distances of the same pairs, where they were measured."""
+        moved = others.get(Distances.name)
+        if moved is None and (folder / f"{Distances.name}.jsonl").exists():
+            distances = Distances()
+            moved = distances.summarise(read_records(folder / f"{Distances.name}.jsonl", distances.key))
+        return summary | (moved or {})
+
+    def notes(self, records: Sequence[Record], summary: Any, count: int) -> list[str]:
+        errors = [(record["pair"], error) for record in records for error in record["errors"] if error is not None]
+        if not errors:
+            return []
+        what = "count as wrong, and as no change"
+        first = f"first: {errors[0][0]}: {errors[0][1]}"
+        return [f"{len(dict(errors))} of {count} pairs cannot be read; these {what} ({first})"]
+
+    def numbers(self, summary: Any | None) -> dict[str, Any]:
+        def rate(found: dict[str, Any]) -> dict[str, Any]:
+            return {"rate": found["rate"], "ci": [found["low"], found["high"]]}
+
+        names = ("strict_correct_flip", "false_flip")
+        if summary is None:
+            return dict.fromkeys(names)
+        protocols = summary["protocols"].items()
+        return {name: {called: rate(one["macro"][name]) for called, one in protocols} for name in names}
+
+    # ------------------------------------------------------------------ tables and figures
+
+    def table(self, summary: Any, name: str) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        return counterfactual_summary.HEADER, counterfactual_summary.table_rows(summary)
+
+    def markdown(self, summary: Any, name: str) -> str:
+        return counterfactual_summary.report(summary, name)
+
+    def csv_rows(self, summary: Any, name: str) -> list[dict[str, Any]]:
+        return counterfactual_summary.csv_rows(summary)
+
+    def draw(self, results: Sequence[Shown]) -> list[Widget]:
+        panels = []
+        for name, (label, explained) in _PROTOCOLS.items():
+            chosen = _of_protocol(results, name)
+            if chosen:
+                inside = [Text(explained), *_protocol(label, chosen)]
+                panels.append((f"protocol-{name.replace('/', '-')}", label, inside))
+        return [Switch("Protocol", panels)] if panels else []
 
 
-def _request(sample: Sample, turns: list[Turn] | str) -> Request | str:
-    return turns if isinstance(turns, str) else Request(sample, turns)
+def _of_protocol(results: Sequence[Shown], name: str) -> list[tuple[Shown, str, Any]]:
+    """(model, how it is called, its numbers); one without a span has one two-turn protocol, which is in both."""
+    chosen = []
+    for result in results:
+        protocols = result.summary["protocols"]
+        if name in protocols:
+            chosen.append((result, result.name, protocols[name]))
+        elif name.startswith("two-turn") and _NO_SPAN in protocols:
+            chosen.append((result, f"{result.name} (no span)", protocols[_NO_SPAN]))
+    return chosen
 
 
-def _second_turn(
-    pair: Pair, turns: tuple[list[Turn] | str, list[Turn] | str], reply: Reply, keep: bool
-) -> Request | str:
-    """The whole conversation up to the question about the edited picture."""
-    before, after = turns
-    if reply.error is not None or isinstance(before, str):
-        return f"the first turn has no reply ({reply.error})"
-    if isinstance(after, str):
-        return after
-    said = Turn("assistant", reply.text, ids=reply.ids or None, latents=reply.latents if keep else None)
-    # One conversation has one system message: that of the original view.
-    return Request(pair.edited, [*before, said, *(turn for turn in after if turn.role != "system")])
+def _protocol(label: str, chosen: Sequence[tuple[Shown, str, Any]]) -> list[Widget]:
+    rows: list[list[Cell | str]] = []
+    bars: dict[str, list[Bar]] = {"strict_correct_flip": [], "false_flip": []}
+    for result, called, numbers in chosen:
+        for edit, row in numbers["edits"].items():
+            sizes = f"{row['changed']} / {row['unchanged']}"
+            rows.append([called, words(edit), sizes, *(share(row[key]) for key in _RATES)])
+            for key, drawn in bars.items():
+                if row[key]["rate"] is not None:
+                    ends = (100 * row[key]["low"], 100 * row[key]["high"])
+                    drawn.append(Bar(called, 100 * row[key]["rate"], *ends, result.number, words(edit)))
+        sizes = f"{numbers['all']['changed']} / {numbers['all']['unchanged']}"
+        macro = [share(numbers["macro"][key], counts=False) for key in _RATES]
+        rows.append([called, "mean over edits", sizes, *macro])
+    figures = []
+    for key, name in (("strict_correct_flip", "Strict flip, % of C"), ("false_flip", "False flip, % of U")):
+        if bars[key]:
+            spoken = "; ".join(f"{bar.group}, {bar.name} {number(bar.value)}" for bar in bars[key])
+            order = list(dict.fromkeys(bar.group for bar in bars[key]))
+            drawn = sorted(bars[key], key=lambda bar: order.index(bar.group))
+            alt = f"{name}, per edit and arm, with 95 % intervals: {spoken}."
+            figures.append((name, forest(drawn, alt, "%")))
+    header = ["arm", "edit", "|C| / |U|", *(f"{name}, %" for name in _RATES.values())]
+    note = "Wilson intervals, counts behind them; a parse failure counts as wrong and as no change."
+    return [Figures(f"{label}: flips", figures), Table(f"{label}: paired behaviour", header, rows, note)]
 
 
-def _replies(responder: Responder, requests: Sequence[Request | str], latents: int) -> list[Reply]:
-    """A reply to each request; where there is an error instead of one, a reply that says so."""
-    ready = [request for request in requests if isinstance(request, Request)]
-    answers = iter(responder.reply(ready, [Plan(latents)])[0] if ready else [])
-    return [
-        next(answers) if isinstance(request, Request) else Reply("", finish="error", error=request)
-        for request in requests
-    ]
-
-
-def _record(pair: Pair, variant: Variant, replies: Sequence[Reply], options: PairOptions) -> Record:
-    """One line of counterfactual.jsonl; lists hold the first and the second view."""
-    reader = parser(options.policy, "evaluation")
-    extracted = [
-        None if reply.error is not None else reader.read(reply.text, view.choices)
-        for reply, view in zip(replies, pair.views, strict=True)
-    ]
-    return {
-        "pair": pair.id,
-        "edit": pair.edit,
-        "protocol": variant[0],
-        "first_span": variant[1],
-        "latents": options.latents,
-        "changed": pair.changed,
-        "truths": list(pair.truths),
-        "extracted": extracted,
-        "texts": [reply.text for reply in replies],
-        "questions": [view.id for view in pair.views],
-        "choices": list(pair.original.choices),
-        "policy": options.policy,
-        "parser": str(reader),
-        "judge": JUDGE,
-        "prompts": [reply.prompt for reply in replies],
-        "finish": [reply.finish for reply in replies],
-        "new_tokens": [reply.new_tokens for reply in replies],
-        "errors": [reply.error for reply in replies],
-    }
+def words(edit: str) -> str:
+    """The name of an edit as text."""
+    return edit.replace("_", " ")

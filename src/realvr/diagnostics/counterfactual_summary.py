@@ -57,14 +57,15 @@ def summarise_pairs(records: Iterable[Record], distances: Iterable[Record] = ())
     for record in records:
         name = record["protocol"]
         by_protocol.setdefault(name if name == "separate" else f"{name}/{record['first_span']}", []).append(record)
-    moved = list(distances)
-    summary = {
-        "protocols": {name: _protocol(found) for name, found in by_protocol.items()},
-        "distances": _distances(moved),
-    }
-    lacking = [record["no_control"] for record in moved if record.get("no_control")]
-    measured = sum(record["error"] is None for record in moved)
-    return summary | ({"controls": controls(measured, lacking)} if moved else {})
+    summary: dict[str, Any] = {"protocols": {name: _protocol(found) for name, found in by_protocol.items()}}
+    return summary | summarise_distances(list(distances))
+
+
+def summarise_distances(records: Sequence[Record]) -> dict[str, Any]:
+    """``{"distances": {edit: means} or None, "controls": …}`` from the lines of distances.jsonl."""
+    lacking = [record["no_control"] for record in records if record.get("no_control")]
+    measured = sum(record["error"] is None for record in records)
+    return {"distances": _distances(records)} | ({"controls": controls(measured, lacking)} if records else {})
 
 
 def _by_edit(records: Sequence[Record]) -> dict[str, list[Record]]:

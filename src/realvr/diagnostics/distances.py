@@ -14,159 +14,88 @@ bfloat16 (eight bits) says nothing, so measure in float32 where distances are as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NotRequired
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from typing_extensions import TypedDict
 
-from realvr.backbone.backbone import Backbone
-from realvr.backbone.samples import conversation
-from realvr.backbone.types import Prompt
-from realvr.data.sample import Sample
-from realvr.diagnostics.pairs import Pair
-from realvr.errors import UserError
-from realvr.evaluation.model_responder import prompt_hash
-from realvr.latent.span import prefill, think
-from realvr.latent.state import State
-from realvr.runs.journal import Journal, Record
-
-ORIGINAL, EDITED, UNRELATED = range(3)
-NO_CANDIDATE = "no other pair shows as many pictures and none of its own"
-CONTROL_FAILED = "the control cannot be read"
+from realvr.diagnostics import results as shapes
+from realvr.diagnostics.base import Diagnostic, Needs, Samples, Shown
+from realvr.diagnostics.counterfactual_summary import DISTANCES, summarise_distances
+from realvr.diagnostics.model import Model
+from realvr.diagnostics.numbers import controls_line
+from realvr.diagnostics.pairs import Pair, unrelated
+from realvr.runs.journal import Record
+from realvr.widgets import DASH, Cell, Table, Widget, average
 
 
-@dataclass(frozen=True)
-class NoControl:
-    """Why a pair is read without the unrelated view: one of the two reasons above, and what exactly went wrong."""
+class Summary(TypedDict):
+    """``distances.json``, and a part of ``counterfactual.json``."""
 
-    reason: str
-    detail: str = ""
-
-
-@dataclass
-class Views:
-    """P pairs read in one batch of R rows. Equal prompts share a row, so equal views have the same latents."""
-
-    pairs: list[Pair] = field(default_factory=list)
-    controls: list[Pair | NoControl] = field(default_factory=list)
-    prompts: list[Prompt] = field(default_factory=list)
-    rows: list[list[int]] = field(default_factory=list)
-    """Rows of the views of each pair: original, edited and, where the control could be read, unrelated."""
-    prompt: State | None = None
-    """After the prompts, before the span."""
-    after: State | None = None
-    """After ``<|lvr_end|>``."""
-    latents_RKD: Tensor | None = None
-    errors: list[tuple[Pair, str]] = field(default_factory=list)
-    """Pairs that could not be read, and why; they have no rows."""
-
-    def unrelated(self, pair: int) -> int | None:
-        """Row of a pair's unrelated view, where it has one."""
-        rows = self.rows[pair]
-        return rows[UNRELATED] if len(rows) > UNRELATED else None
-
-    def missing(self) -> list[tuple[Pair, NoControl]]:
-        """Pairs that were read without the unrelated view, and why."""
-        pairs = zip(self.pairs, self.controls, strict=True)
-        return [(pair, control) for pair, control in pairs if isinstance(control, NoControl)]
+    distances: dict[shapes.Text, shapes.Distances] | None
+    controls: NotRequired[shapes.Controls]
+    settings: NotRequired[shapes.Settings]
 
 
-@torch.no_grad()
-def read_views(backbone: Backbone, pairs: Sequence[Pair], controls: Sequence[Pair | None], latents: int) -> Views:
-    """Prefill and free-running span of every view, in one batch; each view is a conversation of its own.
+class Distances(Diagnostic):
+    """Cosine distances from the original view to the edited one and to an unrelated picture."""
 
-    A control that is missing or cannot be read costs its own pair the unrelated view, nothing else.
-    """
-    views = Views()
-    seen: dict[str, int] = {}
-    for pair, chosen in zip(pairs, controls, strict=True):
-        try:
-            prompts = [_prompt(backbone, view, view, latents) for view in pair.views]
-        except UserError as error:
-            views.errors.append((pair, str(error)))
-            continue
-        control: Pair | NoControl = chosen or NoControl(NO_CANDIDATE)
-        if isinstance(control, Pair):
-            try:
-                prompts.append(_prompt(backbone, pair.original, control.original, latents))
-            except UserError as error:
-                control = NoControl(CONTROL_FAILED, f"{control.id}: {error}")
-        views.pairs.append(pair)
-        views.controls.append(control)
-        views.rows.append([])
-        for prompt in prompts:
-            row = seen.setdefault(prompt_hash(prompt), len(views.prompts))
-            views.rows[-1].append(row)
-            if row == len(views.prompts):
-                views.prompts.append(prompt)
-    if views.prompts:
-        views.prompt, _ = prefill(backbone, backbone.batch(views.prompts))
-        views.after, views.latents_RKD = think(backbone, views.prompt, latents)
-    return views
+    name = "distances"
+    title = "Distances"
+    question = "How far does an edit of the picture move the latent span?"
+    reading = (
+        "An edit's distance means little without the control beside it: the distance to an unrelated picture under the "
+        "same question."
+    )
+    needs = Needs(pairs=True)
+    paper = (
+        "LVR distances of 0.000158 (color change) to 0.000445 (object removal), final distances of 0.004764 to "
+        "0.022313 (tab:diag-counterfactual)"
+    )
+    shape = Summary
+    unit = "pairs"
+    order = 20
 
+    def prepare(self, model: Model, samples: Sequence[Pair]) -> None:
+        self._controls = {pair.id: other for pair, other in zip(samples, unrelated(samples), strict=True)}
 
-def _prompt(backbone: Backbone, sample: Sample, pictures: Sample, latents: int) -> Prompt:
-    """The sample's question about the pictures of another, or of its own."""
-    if len(sample.images) != len(pictures.images):
-        raise UserError(f"{sample.id}: {pictures.id} has another number of pictures and cannot be its control")
-    prompt = backbone.prompt(conversation(sample, [backbone.processor(image.open()) for image in pictures.images]))
-    if len(prompt) + latents + 3 > backbone.context_length:  # two markers, and one token to answer with
-        raise UserError(f"{sample.id}: {len(prompt)} tokens leave no room for {latents} latents and an answer")
-    return prompt
+    def measure(self, model: Model, samples: Samples) -> Iterable[Record]:
+        from realvr.diagnostics.measuring.views import measure_distances, read_views
 
+        controls = [self._controls[pair.id] for pair in samples]
+        return measure_distances(read_views(model.backbone, list(samples), controls, model.latents))
 
-def measure_all(
-    backbone: Backbone,
-    pairs: Sequence[Pair],
-    controls: Sequence[Pair | None],
-    journal: Journal,
-    latents: int,
-    batch: int,
-    advance: Callable[[int], None] = lambda pairs: None,
-) -> None:
-    """Distances of the pairs that the journal (distances.jsonl, keyed by pair) lacks."""
-    for start in range(0, len(pairs), batch):
-        chunk = slice(start, start + batch)
-        if any(pair.id not in journal.done for pair in pairs[chunk]):
-            journal.add(measure(read_views(backbone, pairs[chunk], controls[chunk], latents)))
-        advance(len(pairs[chunk]))
+    def summarise(self, records: Sequence[Record]) -> dict[str, Any]:
+        return summarise_distances(records)
 
+    def notes(self, records: Sequence[Record], summary: Any, count: int) -> list[str]:
+        line = controls_line(summary.get("controls"))
+        return [*super().notes(records, summary, count), *([line] if line else [])]
 
-def measure(views: Views) -> list[Record]:
-    """One record per pair: the distances from the original to the edited and to the unrelated view."""
-    records = [_record(pair, None, error=error) for pair, error in views.errors]
-    for pair, control, rows in zip(views.pairs, views.controls, views.rows, strict=True):
-        assert views.after is not None and views.latents_RKD is not None
-        found = {"final": _from_first(views.after.last_BD[rows])}
-        if views.latents_RKD.shape[1]:
-            found["latent"] = _from_first(views.latents_RKD[rows].double().mean(1))
-        values = {}
-        for name, distances in found.items():
-            values[name] = distances[0]
-            if len(distances) > 1:
-                values[f"{name}_unrelated"] = distances[1]
-        records.append(_record(pair, control, values))
-    return records
+    @classmethod
+    def read(cls, folder: Path) -> tuple[Path, Any] | None:
+        """Also from ``counterfactual.json``, which has them since there are any."""
+        own = super().read(folder)
+        if own is not None:
+            return own
+        from realvr.diagnostics.counterfactual import Counterfactual
 
+        beside = Counterfactual.read(folder)
+        return beside if beside is not None and beside[1].get("distances") else None
 
-def _from_first(vectors_VD: Tensor) -> list[float]:
-    """Cosine distances of the first vector to each of the others."""
-    first, *others = vectors_VD.double()
-    return [max(0.0, 1.0 - float(F.cosine_similarity(first, other, dim=0))) for other in others]
-
-
-def _record(
-    pair: Pair, control: Pair | NoControl | None, values: dict[str, float] | None = None, error: str | None = None
-) -> Record:
-    names = ("latent", "latent_unrelated", "final", "final_unrelated")
-    return {
-        "pair": pair.id,
-        "edit": pair.edit,
-        "changed": pair.changed,
-        **{name: (values or {}).get(name) for name in names},
-        "unrelated": control.id if isinstance(control, Pair) else None,
-        "no_control": asdict(control) if isinstance(control, NoControl) else None,
-        "error": error,
-    }
+    def draw(self, results: Sequence[Shown]) -> list[Widget]:
+        rows: list[list[Cell | str]] = []
+        for result in results:
+            for edit, row in (result.summary.get("distances") or {}).items():
+                cells = [average(row[key], 5, sign=False) for key in DISTANCES]
+                if any(cell.text != DASH for cell in cells):
+                    rows.append([result.name, edit.replace("_", " "), *cells])
+        if not rows:
+            return []
+        header = ["arm", "edit", "latent", "latent, unrelated picture", "final", "final, unrelated picture"]
+        note = (
+            "Cosine distance from the original view, spans generated independently. Latent: between the means of the "
+            "latents; final: between the states from which the answer begins."
+        )
+        return [Table("How far an edit moves the span", header, rows, note)]

@@ -3,50 +3,37 @@
 For each pair whose right answer changes, the spans of both views are generated independently. A recipient keeps its
 picture, question, markers and unselected latents; the selected latents are replaced by the donor's at the same
 positions; the mixed span enters as recorded inputs, nothing is regenerated, and the answer is decoded greedily. Both
-directions are tested. Conditions:
+directions are tested. `measuring.exchange` does it, `exchange_summary` has the numbers. Conditions:
 
 * ``unmodified``: the answer after the free-running span itself, as a check of the sham;
 * ``sham``: the recipient's own recorded latents spliced in, the reference of every difference;
 * ``swap``: k positions, chosen by ``contrast`` or at ``random`` (several seeds), or all K (``full``);
 * ``unrelated``: all K from another pair's picture under the recipient's question.
-
-Contrast ranks by ``gamma_t = [r_t(y_recipient) - r_t(y_donor)]+`` on the unmodified recipient trajectory, with the
-readout of training (mean attention of the content tokens over layers, heads and positions). Positions with equal
-contrast, zeros among them, are taken from the first slot on. A random selection is the beginning of one permutation per
-(seed, pair, direction), so that, like the ranking, a larger k contains a smaller.
-
-One prefill and one free-running span per view serve all conditions; spans that come out equal (a random choice that
-hits the ranked one, a donor that equals the recipient) are decoded once.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
+from pydantic import Field, field_validator
 
-from realvr.answers import JUDGE, parser
-from realvr.backbone.attention import Probe
-from realvr.backbone.backbone import Backbone
-from realvr.backbone.samples import answer_tokens, pad_answers
-from realvr.diagnostics.distances import EDITED, ORIGINAL, NoControl, Views, read_views
-from realvr.diagnostics.exchange_summary import record_key
-from realvr.diagnostics.pairs import Pair
-from realvr.evaluation.model_responder import prompt_hash
-from realvr.latent.group_rollout import Completion, decode
-from realvr.latent.sampling import GREEDY, Sampling
-from realvr.latent.span import score, splice
-from realvr.latent.state import State
-from realvr.maths import credit
-from realvr.runs.journal import Journal, Record
+from realvr.diagnostics import exchange_summary, results
+from realvr.diagnostics.base import Diagnostic, Highlight, Needs, Samples, Shown
+from realvr.diagnostics.counterfactual import AnswerSettings
+from realvr.diagnostics.exchange_summary import record_key, summarise_exchange
+from realvr.diagnostics.model import Model
+from realvr.diagnostics.numbers import controls_line
+from realvr.diagnostics.pairs import Pair, unrelated
+from realvr.errors import UserError
+from realvr.runs.journal import Record
+from realvr.widgets import DASH, Cell, Figures, Key, Table, Text, Widget, average, number, share
+from realvr.widgets.charts import Line, Point, lines
 
-DIRECTIONS = {"edited-to-original": (EDITED, ORIGINAL), "original-to-edited": (ORIGINAL, EDITED)}
-"""Donor and recipient view."""
+USUAL_KS = (1, 2, 4, 8)
+DIRECTIONS = ("edited-to-original", "original-to-edited")
 
 
 @dataclass(frozen=True)
@@ -60,273 +47,278 @@ class Condition:
 
 
 @dataclass(frozen=True)
-class ExchangeOptions:
+class Swaps:
+    """The conditions of a run."""
+
     latents: int
-    ks: tuple[int, ...] = (1, 2, 4, 8)
+    ks: tuple[int, ...] = USUAL_KS
     """Numbers of replaced positions; those above K are left out and K itself is always there."""
     seeds: int = 3
     """Random selections per k: seeds 0, 1, …"""
-    policy: Any = "strict"
-    sampling: Sampling = GREEDY
-    batch: int = 4
-    """Pairs read together."""
-    rows: int = 64
-    """Spans decoded together."""
 
     def conditions(self, control: bool = True) -> list[Condition]:
         """All conditions of one recipient; ``control`` is whether there is an unrelated picture."""
-        found = [Condition("unmodified"), Condition("sham", "full", self.latents)]
+        every = [Condition("unmodified"), Condition("sham", "full", self.latents)]
         for k in sorted({k for k in self.ks if k < self.latents}):
-            found.append(Condition("swap", "contrast", k))
-            found += [Condition("swap", "random", k, seed) for seed in range(self.seeds)]
-        found.append(Condition("swap", "full", self.latents))
-        return [*found, Condition("unrelated", "full", self.latents)] if control else found
+            every.append(Condition("swap", "contrast", k))
+            every += [Condition("swap", "random", k, seed) for seed in range(self.seeds)]
+        every.append(Condition("swap", "full", self.latents))
+        return [*every, Condition("unrelated", "full", self.latents)] if control else every
 
 
-@dataclass
-class Answered:
-    """One decoded span: the reply and the scores (recipient's truth, donor's truth)."""
+class ExchangeSettings(AnswerSettings):
+    """What is swapped, and how answers are read."""
 
-    completion: Completion
-    scores: tuple[float, float]
+    k: str | None = Field(
+        default=None,
+        description="How many positions are replaced, separated by commas; by default those of 1,2,4,8 that the span "
+        "has. The whole span is always replaced as well.",
+    )
+    seeds: int = Field(default=3, description="Random selections of positions for each k.")
+    rows: int = Field(
+        default=64, description="Spans decoded together; each holds a copy of its prompt's keys and values."
+    )
 
+    @field_validator("seeds", "rows")
+    @classmethod
+    def _positive(cls, value: int, info: Any) -> int:
+        if value < 1:
+            raise UserError(f"--{info.field_name} is {value}: it must be at least 1")
+        return value
 
-@dataclass(frozen=True)
-class Recipient:
-    """One direction of one pair, by rows of the views."""
+    @field_validator("k")
+    @classmethod
+    def _numbers(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_ks(value)
+        return value
 
-    number: int
-    pair: Pair
-    control: Pair | NoControl
-    direction: str
-    row: int
-    donor: int
-    unrelated: int | None
-    truths: tuple[str, str]
-    """Right answers of recipient and donor."""
-
-
-def exchange_all(
-    backbone: Backbone,
-    pairs: Sequence[Pair],
-    controls: Sequence[Pair | None],
-    journal: Journal,
-    options: ExchangeOptions,
-    advance: Callable[[int], None] = lambda pairs: None,
-) -> None:
-    """Exchange for every pair that the journal (exchange.jsonl) lacks something of. Batches are those of a run without
-    an interruption."""
-    for start in range(0, len(pairs), options.batch):
-        chunk = slice(start, start + options.batch)
-        wanted = {
-            key
-            for pair, control in zip(pairs[chunk], controls[chunk], strict=True)
-            for key in _keys(pair, control, options, journal)
-        }
-        failed = {pair.id for pair in pairs[chunk] if _pair_key(pair, "error") in journal.done}
-        if any(key not in journal.done and key[0] not in failed for key in wanted):
-            journal.add(exchange_pairs(backbone, pairs[chunk], controls[chunk], options))
-        advance(len(pairs[chunk]))
+    def positions(self, latents: int) -> tuple[int, ...]:
+        """How many positions are replaced: what was asked for, or those of the usual that a span of K slots has."""
+        if self.k is None:
+            return tuple(k for k in USUAL_KS if k <= latents)
+        asked = parse_ks(self.k)
+        if asked[-1] > latents:
+            raise UserError(
+                f"--k asks for {asked[-1]} positions, but the span has K = {latents} slots: lower it, or leave --k out"
+            )
+        return asked
 
 
-def _keys(pair: Pair, control: Pair | None, options: ExchangeOptions, journal: Journal) -> list[tuple[Any, ...]]:
-    """What the journal must hold of a pair; one without the unrelated view has a record that says so instead."""
-    lacking = _pair_key(pair, "no-control")
-    conditions = options.conditions(control is not None and lacking not in journal.done)
-    found = [record_key({"pair": pair.id, "direction": d, **asdict(c)}) for d in DIRECTIONS for c in conditions]
-    return found if control is not None else [*found, lacking]
+def parse_ks(text: str) -> tuple[int, ...]:
+    """``1,2,4`` as numbers, ascending, each once."""
+    try:
+        parts = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise UserError(f"--k is {text!r}: write numbers of positions separated by commas, such as 1,2,4") from None
+    if parts[0] < 1:
+        raise UserError(f"--k is {text!r}: at least one position is replaced")
+    return tuple(parts)
 
 
-def _pair_key(pair: Pair, condition: str) -> tuple[Any, ...]:
-    return record_key(_about_pair(pair, condition, None))
-
-
-def _about_pair(pair: Pair, condition: str, error: str | None, **more: Any) -> Record:
+def about_pair(pair: Pair, condition: str, error: str | None, **more: Any) -> Record:
     """A record about a whole pair: that it could not be read, or that it has no unrelated control."""
     about = {"pair": pair.id, "edit": pair.edit, "direction": "", **asdict(Condition(condition))}
     return about | more | {"error": error}
 
 
-@torch.no_grad()
-def exchange_pairs(
-    backbone: Backbone, pairs: Sequence[Pair], controls: Sequence[Pair | None], options: ExchangeOptions
-) -> list[Record]:
-    """Records of one batch of pairs with different right answers."""
-    views = read_views(backbone, pairs, controls, options.latents)
-    records = [_about_pair(pair, "error", error) for pair, error in views.errors]
-    records += [_about_pair(pair, "no-control", None, no_control=asdict(why)) for pair, why in views.missing()]
-    if not views.pairs:
-        return records
-    recipients = _recipients(views)
-    answers = Answers(backbone, recipients)
-    assert views.after is not None and views.latents_RKD is not None
-    free = views.after.select(_index(backbone, [r.row for r in recipients]))
-    scores, gamma_BK = answers.readout(free, range(len(recipients)))
-    replies = decode(backbone, free, 1, options.sampling, 0, _limits(backbone, views, recipients, options))
-    spans = Spans(backbone, views, answers, options)
-    chosen: list[tuple[Recipient, Condition, list[int], Any]] = []
-    for recipient, gamma in zip(recipients, gamma_BK, strict=True):
-        for condition in options.conditions(recipient.unrelated is not None):
-            positions = select_positions(condition, gamma, recipient)
-            donor = recipient.unrelated if condition.condition == "unrelated" else recipient.donor
-            donor = recipient.row if condition.condition == "sham" else donor
-            ticket = None if condition.condition == "unmodified" else spans.add(recipient, donor, positions)
-            chosen.append((recipient, condition, positions, ticket))
-    spans.run()
-    for recipient, condition, positions, ticket in chosen:
-        number = recipient.number
-        own = Answered(replies[number][0], scores[number])
-        answered = own if ticket is None else spans.answered[ticket]
-        more = {"contrast": gamma_BK[number].tolist()} if ticket is None else {}
-        prompt = prompt_hash(views.prompts[recipient.row])
-        records.append(_record(recipient, condition, positions, answered, options, prompt) | more)
-    return records
+def _full_lift(summary: Any) -> Cell:
+    full = [row for row in summary["rows"] if row["condition"] == "swap" and row["selector"] == "full"]
+    return average(full[0]["donor_lift"], 1) if full else Cell(DASH)
 
 
-def _recipients(views: Views) -> list[Recipient]:
-    found: list[Recipient] = []
-    for number, (pair, control) in enumerate(zip(views.pairs, views.controls, strict=True)):
-        rows = views.rows[number]
-        for direction, (donor, own) in DIRECTIONS.items():
-            found.append(
-                Recipient(
-                    number=len(found),
-                    pair=pair,
-                    control=control,
-                    direction=direction,
-                    row=rows[own],
-                    donor=rows[donor],
-                    unrelated=views.unrelated(number),
-                    truths=(pair.truths[own], pair.truths[donor]),
-                )
+class Exchange(Diagnostic):
+    """Latents are swapped between the two views of a pair; the answer may follow them."""
+
+    name = "exchange"
+    title = "Latent exchange"
+    question = "Does the answer follow the latents while the picture stays?"
+    reading = (
+        "Selected latents are replaced by those of the other view of the pair, the donor. Lift: how much more often "
+        "the donor's answer is given. Margin shift: how much its mean log-probability gains on the own answer's. All "
+        "differences are from the sham, which puts back the recipient's own latents."
+    )
+    needs = Needs(pairs=True, span=True)
+    paper = (
+        "a donor-answer lift of +46.8 points for ReaLVR and +5.8 for LVR-RL with the whole span, +0.2 and −0.3 from an "
+        "unrelated donor (tab:latent-exchange)"
+    )
+    Settings = ExchangeSettings
+    shape = results.Exchange
+    command = "realvr exchange MODEL PAIRS --out DIR"
+    batch = 4
+    unit = "pairs"
+    order = 30
+    highlights = (
+        Highlight(
+            "donor-answer lift (points)",
+            _full_lift,
+            "Donor-answer lift: the whole span taken from the other view.",
+        ),
+    )
+
+    def select(self, items: Sequence[Pair], data: Path) -> list[Pair]:
+        """Pairs whose right answer changes."""
+        changed = [pair for pair in items if pair.changed]
+        if not changed:
+            raise UserError(
+                f"{data}: the right answer changes in none of its {len(items)} pairs; there is nothing to swap"
             )
-    return found
+        return changed
+
+    def settle(self, model: Model) -> None:
+        self._swaps = Swaps(model.latents, self.settings.positions(model.latents), self.settings.seeds)
+
+    def prepare(self, model: Model, samples: Sequence[Pair]) -> None:
+        self._controls = {pair.id: other for pair, other in zip(samples, unrelated(samples), strict=True)}
+
+    def measure(self, model: Model, samples: Samples) -> Iterable[Record]:
+        from realvr.diagnostics.measuring.exchange import ExchangeOptions, exchange_pairs
+
+        settings, controls = self.settings, [self._controls[pair.id] for pair in samples]
+        more = {"policy": settings.policy, "sampling": model.sampling, "rows": settings.rows}
+        options = ExchangeOptions(**vars(self._swaps), **more)
+        return exchange_pairs(model.backbone, list(samples), controls, options)
+
+    def key(self, record: Record) -> Hashable:
+        return record_key(record)
+
+    def keys(self, item: Pair) -> list[Hashable]:
+        return self._keys(item, control=True)
+
+    def _keys(self, pair: Pair, control: bool) -> list[Hashable]:
+        conditions = self._swaps.conditions(control)
+        return [record_key({"pair": pair.id, "direction": d, **asdict(c)}) for d in DIRECTIONS for c in conditions]
+
+    def complete(self, item: Pair, done: Collection[Hashable]) -> bool:
+        """A pair that cannot be read has one record that says so; one without a control has one instead of them."""
+        if record_key(about_pair(item, "error", None)) in done:
+            return True
+        lacking = record_key(about_pair(item, "no-control", None)) in done
+        return all(key in done for key in self._keys(item, control=not lacking))
+
+    def fixed(self) -> dict[str, Any]:
+        settings = self.settings
+        return {"policy": settings.policy, "k": list(self._swaps.ks), "seeds": settings.seeds}
+
+    def summarise(self, records: Sequence[Record]) -> dict[str, Any]:
+        return summarise_exchange(records)
+
+    def notes(self, records: Sequence[Record], summary: Any, count: int) -> list[str]:
+        line = controls_line(summary.get("controls"))
+        return [*super().notes(records, summary, count), *([line] if line else [])]
+
+    def numbers(self, summary: Any | None) -> dict[str, Any]:
+        def mean(row: Any, name: str) -> dict[str, Any] | None:
+            if row is None:
+                return None
+            return {"mean": row[name]["mean"], "ci": [row[name]["low"], row[name]["high"]], "n": row[name]["pairs"]}
+
+        full = {row["condition"]: row for row in (summary or {"rows": ()})["rows"] if row["selector"] == "full"}
+        swap, other = full.get("swap"), full.get("unrelated")
+        return {
+            "donor_lift": mean(swap, "donor_lift"),
+            "unrelated_lift": mean(other, "donor_lift"),
+            "margin_shift": mean(swap, "margin_shift"),
+        }
+
+    # ------------------------------------------------------------------ tables and figures
+
+    def table(self, summary: Any, name: str) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        return exchange_summary.HEADER, exchange_summary.table_rows(summary)
+
+    def markdown(self, summary: Any, name: str) -> str:
+        return exchange_summary.report(summary, name)
+
+    def csv_rows(self, summary: Any, name: str) -> list[dict[str, Any]]:
+        return exchange_summary.csv_rows(summary)
+
+    def draw(self, results: Sequence[Shown]) -> list[Widget]:
+        shams = [Text(_sham(result)) for result in results]
+        return [_figures(results), _table(results), *_between(results), *shams]
 
 
-def _index(backbone: Backbone, rows: Sequence[int]) -> Tensor:
-    return torch.tensor(list(rows), device=backbone.device)
+_SERIES = (("contrast", "largest contrast"), ("random", "random positions"), ("full", "whole span"))
 
 
-def _limits(backbone: Backbone, views: Views, recipients: Sequence[Recipient], options: ExchangeOptions) -> list[int]:
-    room = backbone.context_length - options.latents - 2
-    return [min(options.sampling.max_new, room - len(views.prompts[r.row])) for r in recipients]
+def _figures(results: Sequence[Shown]) -> Figures:
+    """Lift and margin shift over k, one figure per model; the unrelated donor beside the whole span."""
+    figures = []
+    for key, words, unit in (
+        ("donor_lift", "Donor-answer lift", "points"),
+        ("margin_shift", "Donor-margin shift", "nats"),
+    ):
+        series = {result.name: _series(result.summary["rows"], key) for result in results}
+        values = [p for drawn in series.values() for line in drawn for p in line.points]
+        ends_of_axis = [0.0, *(end for p in values for end in (p.low, p.high) if end is not None)]
+        for name, drawn in series.items():
+            if not drawn:
+                continue
+            ends = "; ".join(
+                f"{line.name} at k = {line.points[-1].x:.0f}: {number(line.points[-1].y, 2, sign=True)}"
+                for line in drawn
+            )
+            alt = f"{name}: {words} in {unit} over the number k of replaced latents. {ends}."
+            figures.append((f"{name}: {words}", lines(drawn, alt, "replaced latents k", unit, ends_of_axis)))
+    keys = [Key(place, words, place == 1) for place, (_, words) in enumerate(_SERIES)] + [
+        Key(3, "unrelated donor, whole span")
+    ]
+    return Figures("Latent exchange", figures, keys)
 
 
-def select_positions(condition: Condition, gamma_K: Tensor, recipient: Recipient) -> list[int]:
-    """Slots to replace, from 0, in the order of the ranking or of the permutation."""
-    count = len(gamma_K)
-    if condition.selector == "none":
-        return []
-    if condition.selector == "full":
-        return list(range(count))
-    if condition.selector == "contrast":
-        order = torch.sort(gamma_K.cpu(), descending=True, stable=True).indices.tolist()
-    else:
-        name = zlib.crc32(f"{recipient.pair.id}\n{recipient.direction}".encode())
-        order = np.random.default_rng([condition.seed or 0, name]).permutation(count).tolist()
-    return order[: condition.k]
+def _series(rows: Sequence[Any], key: str) -> list[Line]:
+    def points(test: Any) -> list[Point]:
+        chosen = [row for row in rows if test(row) and row[key]["mean"] is not None]
+        return [Point(row["k"], row[key]["mean"], row[key]["low"], row[key]["high"]) for row in chosen]
+
+    made = [
+        Line(
+            words,
+            points(lambda row, s=selector: row["condition"] == "swap" and row["selector"] == s),
+            place,
+            place == 1,
+        )
+        for place, (selector, words) in enumerate(_SERIES)
+    ]
+    made.append(Line("unrelated donor", points(lambda row: row["condition"] == "unrelated"), 3))
+    return [line for line in made if line.points]
 
 
-class Answers:
-    """``Fmt(y)`` of the recipients' and the donors' right answers, teacher-forced as two branches."""
-
-    def __init__(self, backbone: Backbone, recipients: Sequence[Recipient]) -> None:
-        self.backbone = backbone
-        groups = [
-            [answer_tokens(backbone, answer, recipient.pair.original.choices) for answer in recipient.truths]
-            for recipient in recipients
-        ]
-        self.ids_BYS, self.real_BYS, self.content_BYS = (x.to(backbone.device) for x in pad_answers(groups))
-
-    def scores(self, state: State, numbers: Sequence[int], **options: Any) -> list[tuple[float, float]]:
-        """Mean log-probability over the content tokens of each answer, for recipients ``numbers`` (one per row)."""
-        index = _index(self.backbone, numbers)
-        logp, _, _ = score(self.backbone, state, self.ids_BYS[index], self.real_BYS[index], **options)
-        content = self.content_BYS[index]
-        mean = logp.double().masked_fill(~content, 0).sum(-1) / content.sum(-1)
-        return [(own, donor) for own, donor in mean.tolist()]
-
-    def readout(self, state: State, numbers: Sequence[int]) -> tuple[list[tuple[float, float]], Tensor]:
-        """The same scores, and the contrast (B, K) of the recipient's over the donor's answer."""
-        probe = Probe(columns=state.slots)
-        scores = self.scores(state, numbers, probes=[probe])
-        content = self.content_BYS[_index(self.backbone, numbers)]
-        own = torch.eye(2, dtype=torch.bool, device=content.device)
-        r_BYK = credit.readout(probe.stack(), (content[:, None] & own[None, :, :, None]).flatten(2))
-        return scores, credit.selective(r_BYK[:, 0], r_BYK[:, 1])
+_NAMES = {"contrast": "largest contrast", "random": "random", "full": "whole span"}
 
 
-class Spans:
-    """Mixed spans to be answered, each distinct one once."""
-
-    def __init__(self, backbone: Backbone, views: Views, answers: Answers, options: ExchangeOptions) -> None:
-        self.backbone, self.views, self.answers, self.options = backbone, views, answers, options
-        self.recipients: list[Recipient] = []
-        self.latents: list[Tensor] = []
-        self.answered: list[Answered] = []
-        self._tickets: dict[tuple[int, bytes], int] = {}
-
-    def add(self, recipient: Recipient, donor: int | None, positions: Sequence[int]) -> int:
-        """Ticket of the recipient's span with the donor row's latents at these positions."""
-        assert self.views.latents_RKD is not None
-        mixed = self.views.latents_RKD[recipient.row].clone()
-        if positions and donor is not None:
-            mixed[list(positions)] = self.views.latents_RKD[donor, list(positions)]
-        # Equal inputs must give equal numbers: two rows of one batch may differ in the last bit.
-        key = (recipient.number, mixed.double().cpu().numpy().tobytes())
-        if key not in self._tickets:
-            self._tickets[key] = len(self.latents)
-            self.latents.append(mixed)
-            self.recipients.append(recipient)
-        return self._tickets[key]
-
-    def run(self) -> None:
-        """Answer every span, at most ``options.rows`` at a time."""
-        assert self.views.prompt is not None
-        limits = _limits(self.backbone, self.views, self.recipients, self.options)
-        for start in range(0, len(self.latents), self.options.rows):
-            part = slice(start, start + self.options.rows)
-            recipients = self.recipients[part]
-            state = self.views.prompt.select(_index(self.backbone, [r.row for r in recipients]))
-            state, _ = splice(self.backbone, state, torch.stack(self.latents[part]))
-            scores = self.answers.scores(state, [r.number for r in recipients])
-            replies = decode(self.backbone, state, 1, self.options.sampling, 0, limits[part])
-            self.answered += [Answered(reply[0], pair) for reply, pair in zip(replies, scores, strict=True)]
+def _table(results: Sequence[Shown]) -> Table:
+    rows: list[list[Cell | str]] = []
+    for result in results:
+        for row in result.summary["rows"]:
+            name = {"unrelated": "unrelated donor", "swap": _NAMES.get(row["selector"], row["selector"])}
+            cells = [average(row["donor_lift"], 1), average(row["margin_shift"], 3)]
+            shares = ("donor_frequency", "recipient_frequency", "parse_coverage")
+            called = name.get(row["condition"], row["condition"])
+            rows.append([result.name, called, str(row["k"]), *cells, *(share(row[key]) for key in shares)])
+    header = ["arm", "latents", "k", "donor-answer lift (points)", "donor-margin shift (nats)"]
+    header += ["donor's answer, %", "own answer, %", "parsed, %"]
+    note = "Lift and shift: bootstrap over pairs. The three shares treat directions and seeds as independent."
+    return Table("Exchange", header, rows, note)
 
 
-def _record(
-    recipient: Recipient,
-    condition: Condition,
-    positions: Sequence[int],
-    answered: Answered,
-    options: ExchangeOptions,
-    prompt: str,
-) -> Record:
-    """One line of exchange.jsonl. ``positions`` count slots from 1, as t does in the paper."""
-    own, donor = answered.scores
-    text, choices = answered.completion.text, recipient.pair.original.choices
-    reader = parser(options.policy, "evaluation")
-    return {
-        "pair": recipient.pair.id,
-        "edit": recipient.pair.edit,
-        "direction": recipient.direction,
-        **asdict(condition),
-        "latents": options.latents,
-        "positions": [position + 1 for position in positions],
-        "recipient_truth": recipient.truths[0],
-        "donor_truth": recipient.truths[1],
-        "extracted": reader.read(text, choices),
-        "text": text,
-        "recipient_score": own,
-        "donor_score": donor,
-        "margin": donor - own,
-        "choices": list(choices),
-        "policy": options.policy,
-        "parser": str(reader),
-        "judge": JUDGE,
-        "prompt": prompt,
-        "unrelated": recipient.control.id if isinstance(recipient.control, Pair) else None,
-        "finish": answered.completion.finish,
-        "new_tokens": len(answered.completion.ids),
-        "error": None,
-    }
+def _between(results: Sequence[Shown]) -> list[Table]:
+    rows: list[list[Cell | str]] = [
+        [result.name, str(row["k"]), average(row["donor_lift"], 1), average(row["margin_shift"], 3)]
+        for result in results
+        for row in result.summary["contrast_minus_random"]
+    ]
+    header = ["arm", "k", "lift: contrast − random (points)", "shift: contrast − random (nats)"]
+    return [Table("Positions of largest contrast against random ones, paired", header, rows)] if rows else []
+
+
+def _sham(result: Shown) -> str:
+    sham = result.summary["sham"]
+    equal, largest = sham["equal_replies"], sham["largest_margin_difference"]
+    text = f"{result.name}: {equal['count']} of {equal['of']} shams gave the reply of the unmodified span"
+    return text + ("." if largest is None else f"; margins differ by at most {_small(largest)} nats.")
+
+
+def _small(value: float) -> str:
+    """Two digits that no line break divides."""
+    return f"{value:.2g}".replace("-", "\u2212")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ from realvr.errors import UserError
 from realvr.runs.files import differences, read_json, write_atomically, write_json
 
 
-def claim(folder: Path, name: str, settings: dict[str, Any]) -> None:
-    """Remember the settings in ``folder/name``; refuse a folder whose records were made with others."""
+def claim(folder: Path, name: str, settings: dict[str, Any], added: Collection[str] = ()) -> None:
+    """Remember the settings in ``folder/name``; refuse a folder whose records were made with others. What an earlier
+    version did not write (``added``) is not compared."""
     note = folder / name
     settings = json.loads(json.dumps(settings))
     try:
         if note.exists():
-            changes = differences(read_json(note), settings)
+            changes = differences({name: settings[name] for name in added} | read_json(note), settings)
             if changes:
                 raise UserError(
                     f"{folder} holds results with other settings ({'; '.join(changes[:4])}): "

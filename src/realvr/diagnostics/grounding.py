@@ -1,56 +1,164 @@
 """How close free-running latents are to the evidence, for any checkpoint: the margin g and the cosine to p⁺ of held-out
-questions. Training reports both for ReaLVR only; here every arm is measured on the same questions."""
+questions. Training reports both for ReaLVR only, and on its own prompts; here every model is measured on the same ones.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
-import torch
+from pydantic import Field
 
-from realvr.backbone.backbone import Backbone
-from realvr.data.reading import read
+from realvr.data.boxes import unshown_box
+from realvr.data.sample import Sample
+from realvr.diagnostics import results
+from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, Samples, Shown
+from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import mean
-from realvr.latent.prototypes import pad, prototypes, sample_negatives
-from realvr.latent.span import prefill, think
-from realvr.maths import evidence
-from realvr.training.examples import Encoder
+from realvr.errors import UserError
+from realvr.runs.journal import Record
+from realvr.widgets import Cell, Figures, Table, Widget, average, number
+from realvr.widgets.charts import Bar, forest
 
-NEGATIVES = 16
+if TYPE_CHECKING:
+    from realvr.backbone.types import Prompt
+
+_NUMBERS = {"margin": "evidence margin g", "cos_positive": "cos to p⁺", "oracle_margin": "g of the evidence itself"}
 
 
-@torch.no_grad()
-def measure(
-    model: str, data: Path, latents: int, *, seed: int = 0, negatives: int = NEGATIVES, batch: int = 32
-) -> dict[str, Any]:
-    """Means over questions, each with a bootstrap interval, of the mean over the K latents.
+class GroundingSettings(DiagnosticSettings):
+    """What the evidence is compared with."""
 
-    ``margin`` is cos(z, p⁺) minus the cosine to the hardest of ``negatives`` prototypes of other questions of the set,
-    which are drawn alike for every model. Questions without boxes are left out.
-    """
-    backbone = Backbone.load(model, device="cpu")
-    encoder = Encoder(backbone, backbone.context_length)
-    encoded = [(sample, encoder.prompt(sample)) for sample in read(data) if sample.boxes]
-    usable = [(sample, prompt) for sample, prompt in encoded if prompt is not None]
-    found, spans = [], []
-    for start in range(0, len(usable), batch):
-        samples, prompts = zip(*usable[start : start + batch], strict=True)
-        visual = backbone.encode_images([image for prompt in prompts for image in prompt.images])
-        found += prototypes(samples, prompts, visual)
-        state, _ = prefill(backbone, backbone.batch(list(prompts)), visual)
-        spans.append(think(backbone, state, latents)[1].float())
-    z_BKD = torch.cat(spans)
-    positive_BD = torch.stack([prototype.vector_D for prototype in found])
-    drawn = [sample_negatives(i, found, [], negatives, seed, 0, sample.id) for i, (sample, _) in enumerate(usable)]
-    negatives_BMD, valid_BM = pad(drawn, negatives, backbone.width)
-    cosine_BK = evidence.similarity(z_BKD, positive_BD)
-    margin_BK = evidence.margin(z_BKD, positive_BD, negatives_BMD, valid_BM)
-    oracle_B1 = evidence.margin(positive_BD[:, None], positive_BD, negatives_BMD, valid_BM)
-    return {
-        "questions": len(usable),
-        "latents": latents,
-        "negatives": negatives,
-        "margin": mean(margin_BK.mean(-1).tolist()),
-        "cos_positive": mean(cosine_BK.mean(-1).tolist()),
-        "oracle_margin": mean(oracle_B1[:, 0].tolist()),
-    }
+    negatives: int = Field(default=16, ge=1, description="Prototypes of other questions; the hardest of them counts.")
+    seed: int = Field(default=0, description="Fixes which other questions these are, alike for every model.")
+
+
+class Grounding(Diagnostic):
+    """Latents against the mean visual token of the evidence boxes, and against those of other questions."""
+
+    name = "grounding"
+    title = "Latents against the evidence"
+    question = "Are the latents closer to the evidence of their own question than to that of others?"
+    reading = (
+        "Cos to p⁺: cosine of a latent to the mean visual token of the evidence boxes, averaged over the K latents. "
+        "Margin g: minus the cosine to the hardest of several prototypes of other questions; above zero, the own "
+        "evidence is the closest. The g of the evidence itself is what a latent equal to p⁺ would reach."
+    )
+    needs = Needs(boxes=True, span=True)
+    paper = ""
+    Settings = GroundingSettings
+    shape = results.Grounding
+    batch = 32
+    order = 40
+    highlights = (
+        Highlight(
+            "evidence margin g",
+            lambda summary: average(summary["margin"], 3, True),
+            "Margin and cosine: over held-out questions where they were measured, else the mean of the last tenth of "
+            "training, without an interval.",
+            metric="evidence/margin",
+        ),
+        Highlight(
+            "cos to p⁺", lambda summary: average(summary["cos_positive"], 3, False), metric="evidence/cos_positive"
+        ),
+    )
+
+    def prepare(self, model: Model, samples: Sequence[Sample]) -> None:
+        """Prototypes of all questions: each is drawn from the others."""
+        import torch
+
+        from realvr.latent.prototypes import prototypes
+
+        self._prototypes: list[Any] = []
+        self._places: dict[str, int] = {}
+        readable = ((sample, _prompt(model, sample)) for sample in samples)
+        usable = [(sample, prompt) for sample, prompt in readable if not isinstance(prompt, str)]
+        for start in range(0, len(usable), self.batch):
+            own, prompts = zip(*usable[start : start + self.batch], strict=True)
+            with torch.no_grad():
+                visual = model.backbone.encode_images([image for prompt in prompts for image in prompt.images])
+            self._places |= {sample.id: len(self._prototypes) + place for place, sample in enumerate(own)}
+            self._prototypes += prototypes(own, prompts, visual)
+
+    def measure(self, model: Model, samples: Samples) -> Iterable[Record]:
+        import torch
+
+        from realvr.latent.prototypes import pad, sample_negatives
+        from realvr.maths import evidence
+
+        unusable = [(sample, _prompt(model, sample)) for sample in samples if sample.id not in self._places]
+        for sample, error in unusable:
+            yield self.failed(sample, str(error))
+        usable = [sample for sample in samples if sample.id in self._places]
+        if not usable:
+            return
+        reading = model.read(usable)
+        assert reading.latents_RKD is not None
+        z_BKD = reading.latents_RKD.float().cpu()
+        places = [self._places[sample.id] for sample in usable]
+        positive_BD = torch.stack([self._prototypes[place].vector_D for place in places])
+        count, seed = self.settings.negatives, self.settings.seed
+        drawn = [
+            sample_negatives(place, self._prototypes, [], count, seed, 0, sample.id)
+            for place, sample in zip(places, usable, strict=True)
+        ]
+        negatives_BMD, valid_BM = pad(drawn, count, model.backbone.width)
+        values = {
+            "margin": evidence.margin(z_BKD, positive_BD, negatives_BMD, valid_BM).mean(-1),
+            "cos_positive": evidence.similarity(z_BKD, positive_BD).mean(-1),
+            "oracle_margin": evidence.margin(positive_BD[:, None], positive_BD, negatives_BMD, valid_BM)[:, 0],
+        }
+        for row, sample in enumerate(usable):
+            numbers = {name: float(value_B[row]) for name, value_B in values.items()}
+            yield {"id": sample.id, "latents": model.latents, "negatives": count, **numbers, "error": None}
+
+    def summarise(self, records: Sequence[Record]) -> dict[str, Any]:
+        """Means over questions, each with a bootstrap interval, of the mean over the K latents."""
+        good = [record for record in records if record["error"] is None]
+        first = good[0] if good else {"latents": 0, "negatives": 0}
+        return {
+            "questions": len(good),
+            "latents": first["latents"],
+            "negatives": first["negatives"],
+            **{name: mean([record[name] for record in good]) for name in _NUMBERS},
+        }
+
+    def numbers(self, summary: Any | None) -> dict[str, Any]:
+        called = {"evidence_margin": "margin", "cos_positive": "cos_positive", "oracle_margin": "oracle_margin"}
+        if summary is None:
+            return dict.fromkeys(called)
+        values = {name: summary[key] for name, key in called.items()}
+        return {
+            name: {"mean": one["mean"], "ci": [one["low"], one["high"]], "n": one["pairs"]}
+            for name, one in values.items()
+        }
+
+    def draw(self, results: Sequence[Shown]) -> list[Widget]:
+        rows: list[list[Cell | str]] = []
+        bars, spoken = [], []
+        for result in results:
+            found = result.summary
+            cells = [average(found[name], 3, name != "cos_positive") for name in _NUMBERS]
+            rows.append([result.name, str(found["questions"]), str(found["latents"]), *cells])
+            margin = found["margin"]
+            if margin["mean"] is not None:
+                bars.append(Bar(result.name, margin["mean"], margin["low"], margin["high"], result.number))
+                spoken.append(f"{result.name} {number(margin['mean'], 3, sign=True)}")
+        header = ["arm", "questions", "K", *_NUMBERS.values()]
+        note = "Means over questions with bootstrap intervals; other questions are drawn alike for every model."
+        table = Table("Latents against the evidence", header, rows, note)
+        if not bars:
+            return [table]
+        alt = f"Evidence margin g with 95 % intervals: {'; '.join(spoken)}."
+        return [Figures("Evidence margin", [("Evidence margin g", forest(bars, alt, ""))]), table]
+
+
+def _prompt(model: Model, sample: Sample) -> Prompt | str:
+    """The prompt, or why there is none."""
+    problem = unshown_box(sample)
+    if problem is not None:
+        return f"{sample.source or sample.id}: {problem}"
+    try:
+        return model.prompt(sample)
+    except UserError as error:
+        return str(error)

@@ -8,12 +8,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 from realvr.errors import UserError
+from realvr.runs.guard import guarded
 
 PATIENCE = timedelta(days=7)
 """How long processes wait for one another: shares of a benchmark may differ by hours."""
@@ -76,15 +79,16 @@ class ProcessFailed(UserError):
         self.code = code
 
 
-def launch(settings: str, processes: int) -> None:
-    """Evaluate in ``processes`` processes, with settings as JSON; raises `ProcessFailed` for the first that failed.
+def launch(settings: str, processes: int, module: str = "realvr.evaluation.worker") -> None:
+    """Run a module in ``processes`` processes, with settings as JSON; raises `ProcessFailed` for the first that failed.
 
-    The first process prints notes; what the others say is shown only where one of them fails alone.
+    The module calls `serve`. The first process prints notes; what the others say is shown only where one of them fails
+    alone.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "realvr.evaluation.worker", settings]
+    command = [sys.executable, "-m", module, settings]
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}  # unless the user sets it
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
     shared = threads | os.environ | meeting
@@ -103,6 +107,30 @@ def launch(settings: str, processes: int) -> None:
             print(f"realvr: error: process {failed} was ended by {name}; the same command goes on", file=sys.stderr)
         if code:
             raise ProcessFailed(failed, code if code > 0 else 1)
+
+
+def serve(share: Callable[[str], Any], settings: str) -> NoReturn:
+    """Do one share, in a process that `launch` started, and end it."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+
+    def work() -> int:
+        try:
+            share(settings)
+            return 0
+        except KeyboardInterrupt:
+            return 130  # the process that started this one says it
+
+    code = guarded(work)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # not sys.exit: a process group that waits for a failed process must not hold this one up
+
+
+def _end_with(parent: int) -> None:
+    """End when the starting process has died, even by a kill: nobody else would stop this one."""
+    while os.getppid() == parent:
+        time.sleep(0.02)
+    os._exit(1)
 
 
 def _wait(running: list[subprocess.Popen[bytes]]) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from realvr.report.provenance import provenance
 from realvr.report.results import Arm, Results
 from realvr.report.scores import ablation, benchmarks, sweep
 from realvr.report.training import training
-from realvr.widgets import Fold, Section, Switch, Table
+from realvr.widgets import Section, tables_of
 
 
 def build(
@@ -90,18 +90,6 @@ def render(sections: Sequence[Section], title: str) -> str:
         style=Markup(texts["style.css"]),
         script=Markup(texts["page.js"]),
     )
-
-
-def tables_of(widgets: Sequence[Any]) -> Iterator[Table]:
-    """All tables among widgets, folded and switched ones included."""
-    for part in widgets:
-        if isinstance(part, Table):
-            yield part
-        elif isinstance(part, Fold):
-            yield from tables_of(part.widgets)
-        elif isinstance(part, Switch):
-            for _, _, inside in part.panels:
-                yield from tables_of(inside)
 
 
 def _data(section: Section) -> dict[str, Any]:

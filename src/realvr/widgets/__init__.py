@@ -5,7 +5,7 @@ of realvr is imported."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -111,6 +111,21 @@ class Switch:
     label: str
     panels: Sequence[tuple[str, str, Sequence[Any]]]
     part: Literal["switch"] = "switch"
+
+
+Widget = Table | Figures | Text | Fold | Switch
+
+
+def tables_of(widgets: Sequence[Widget]) -> Iterator[Table]:
+    """All tables among widgets, folded and switched ones included."""
+    for part in widgets:
+        if isinstance(part, Table):
+            yield part
+        elif isinstance(part, Fold):
+            yield from tables_of(part.widgets)
+        elif isinstance(part, Switch):
+            for _, _, inside in part.panels:
+                yield from tables_of(inside)
 
 
 @dataclass

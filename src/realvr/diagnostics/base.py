@@ -1,0 +1,319 @@
+"""A question asked of a latent: what it needs, how it is measured, summarised and drawn.
+
+A new diagnostic is one file in this package with one subclass of `Diagnostic`, or a file anywhere that ``--plugin
+FILE.py`` names. `realvr.diagnostics.run` does the rest: it reads the data, checks the needs, journals the records,
+continues after a kill, shares the work between processes and writes the tables. docs/diagnostics.md is the guide.
+
+Import torch inside `measure` and `prepare`: lists, summaries and the report read diagnostics without it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from realvr.diagnostics.files import markdown
+from realvr.diagnostics.settings import RunSettings
+from realvr.errors import UserError
+from realvr.registry import Registry
+from realvr.runs.journal import Record
+from realvr.runs.records import ResultFile
+from realvr.widgets import Cell, Fold, Section, Text, Widget, missing, tables_of
+
+if TYPE_CHECKING:
+    from realvr.diagnostics.model import Model
+
+_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+_TAKEN = {"summary", "eval", "demo", "settings", "metrics", "method", "predictions", "recipe", "data"}
+"""Result files of other commands, and below the sections of the report."""
+_TAKEN |= {"overview", "training", "train", "benchmarks", "ablation", "sweep", "further", "paper", "provenance"}
+Item = Any
+"""A `realvr.data.sample.Sample`, or a `realvr.diagnostics.pairs.Pair` where the diagnostic needs pairs."""
+Summary = dict[str, Any]
+"""Numbers with their n and intervals; JSON values. `numbers` has the usual ones: `rate`, `mean`, `macro`."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a diagnostic cannot do without. The run refuses data or a model that lacks it, with what to do."""
+
+    pairs: bool = False
+    """Counterfactual pairs: `measure` gets pairs instead of samples."""
+    boxes: bool = False
+    """Evidence boxes: samples without any are left out and counted."""
+    span: bool = False
+    """A checkpoint that was trained with latent slots."""
+    second_model: bool = False
+    """Another model beside the first: ``--second-model``, `Model.second`."""
+
+    def __str__(self) -> str:
+        words = {"pairs": "counterfactual pairs", "boxes": "evidence boxes", "span": "a trained latent span"}
+        words |= {"second_model": "a second model"}
+        return ", ".join(text for name, text in words.items() if getattr(self, name)) or "any questions"
+
+
+class DiagnosticSettings(BaseModel):
+    """Base of a diagnostic's own settings: typed fields, each with a default. They become options of the verb."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Samples(Sequence[Any]):
+    """One batch, as `Diagnostic.measure` gets it: a sequence of samples or pairs.
+
+    ``done`` holds the keys of records that an earlier run has left; a diagnostic with several records per sample may
+    look there to measure less. What it yields again is not written twice.
+    """
+
+    def __init__(self, items: Sequence[Item], done: Collection[Hashable] = frozenset()) -> None:
+        self.items, self.done = list(items), done
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.items[index]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One model in a figure or table: its name, its summary, and the number that decides its colour."""
+
+    name: str
+    summary: Any
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Highlight:
+    """A number that the report's overview shows for every model."""
+
+    heading: str
+    cell: Callable[[Any], Cell]
+    """Of the summary."""
+    note: str = ""
+    """What it is, in a sentence below the table."""
+    metric: str = ""
+    """Metric of a training run that stands in where the diagnostic was not run."""
+
+
+class Diagnostic:
+    """Base class. A subclass states ``name``, ``title``, ``question``, ``reading``, ``needs`` and ``paper``, and has
+    `measure`, `summarise` and `draw`."""
+
+    name: ClassVar[str]
+    """Word of the command line and of the files: ``NAME.jsonl``, ``NAME.json``, …"""
+    title: ClassVar[str]
+    """Heading of its section in the report."""
+    question: ClassVar[str]
+    """What it asks, in one sentence."""
+    reading: ClassVar[str]
+    """How its numbers are read."""
+    needs: ClassVar[Needs]
+    paper: ClassVar[str]
+    """The paper's value and its table, in one sentence; empty where the paper has none."""
+
+    Settings: ClassVar[type[DiagnosticSettings]] = DiagnosticSettings
+    """Its own settings, a subclass of `DiagnosticSettings`."""
+    shape: ClassVar[Any] = dict[str, Any]
+    """Type of the summary, a TypedDict; a file that has another is refused before it is drawn."""
+    batch: ClassVar[int] = 8
+    """Samples per batch, unless ``--batch`` says otherwise."""
+    command: ClassVar[str] = ""
+    """What produces its results; by default ``realvr diagnose NAME MODEL DATA --out DIR``."""
+    unit: ClassVar[str] = "questions"
+    """What n counts, in messages."""
+    order: ClassVar[int] = 1000
+    """Place in lists and in the report; then by name."""
+    highlights: ClassVar[tuple[Highlight, ...]] = ()
+
+    def __init__(self, settings: Any = None) -> None:
+        self.settings: Any = self.Settings() if settings is None else settings
+
+    @classmethod
+    def configure(cls, values: Mapping[str, Any]) -> Self:
+        """The diagnostic with these settings; a `UserError` names one that is unknown or wrong."""
+        try:
+            return cls(cls.Settings(**values))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            known = f" (there are {', '.join(cls.Settings.model_fields) or 'none'})"
+            unknown = first["type"] == "extra_forbidden"
+            what = f"no such setting{known}" if unknown else f"{first['msg']} (got {first['input']!r})"
+            raise UserError(f"diagnostic {cls.name}: {place}: {what}") from None
+
+    # ------------------------------------------------------------------ what a subclass writes
+
+    def prepare(self, model: Model, samples: Sequence[Item]) -> None:
+        """Called once in every process, before the first batch, with all samples of the run."""
+
+    def measure(self, model: Model, samples: Samples) -> Iterable[Record]:
+        """Records of one batch: JSON values, one per sample (see `keys`), `failed` for one that cannot be read."""
+        raise NotImplementedError
+
+    def summarise(self, records: Sequence[Record]) -> Any:
+        """Numbers of all records, with n and intervals. A pure function without torch."""
+        raise NotImplementedError
+
+    def draw(self, results: Sequence[Shown]) -> list[Widget]:
+        """Tables and figures for one model or several side by side. Without torch."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ records
+
+    @property
+    def item(self) -> str:
+        """Field of a record that names its sample or pair."""
+        return "pair" if self.needs.pairs else "id"
+
+    def key(self, record: Record) -> Hashable:
+        """What a record answers; no two records of a run have the same key."""
+        return record[self.item]  # type: ignore[no-any-return]
+
+    def keys(self, item: Item) -> Iterable[Hashable]:
+        """The keys that a sample is to have records for."""
+        return [item.id]
+
+    def complete(self, item: Item, done: Collection[Hashable]) -> bool:
+        """Whether nothing is left to measure of a sample."""
+        return all(key in done for key in self.keys(item))
+
+    def failed(self, item: Item, error: str) -> Record:
+        """The record of a sample that cannot be measured."""
+        return {self.item: item.id, "error": error}
+
+    # ------------------------------------------------------------------ may be overridden
+
+    def select(self, items: Sequence[Item], data: Path) -> list[Item]:
+        """The samples that are measured, of those that were read; raises where none is left."""
+        return list(items)
+
+    def settle(self, model: Model) -> None:
+        """Work out what depends on the model, such as positions within its K latents. Called first, in every process;
+        a `UserError` refuses a setting that does not fit the model."""
+
+    def fixed(self) -> dict[str, Any]:
+        """Settings that must not change when a folder is continued."""
+        return dict(self.settings.model_dump(mode="json"))
+
+    def extend(self, summary: Any, others: Mapping[str, Any], folder: Path) -> Any:
+        """The summary with those of diagnostics that were run with it in the same folder, by their names."""
+        return summary
+
+    def notes(self, records: Sequence[Record], summary: Any, count: int) -> list[str]:
+        """What a reader of the numbers must know, after a run over ``count`` samples."""
+        errors = [(record[self.item], record["error"]) for record in records if record.get("error") is not None]
+        if not errors:
+            return []
+        first = f"first: {errors[0][0]}: {errors[0][1]}"
+        return [f"{len(dict(errors))} of {count} {self.unit} cannot be read; these are left out ({first})"]
+
+    def table(self, summary: Any, name: str) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        """Header and rows for the terminal; by default the first table of `draw`."""
+        first = next(iter(tables_of(self.draw([Shown(name, summary)]))), None)
+        return (
+            ([], []) if first is None else (list(first.header), [[_text(cell) for cell in row] for row in first.rows])
+        )
+
+    def markdown(self, summary: Any, name: str) -> str:
+        """The content of NAME.md; by default every table of `draw`."""
+        parts = [f"# {self.title}: {name}\n", f"{self.question} {self.reading}\n"]
+        for table in tables_of(self.draw([Shown(name, summary)])):
+            rows = [[_text(cell) for cell in row] for row in table.rows]
+            parts += [
+                f"## {table.caption}\n",
+                markdown(table.header, rows),
+                *([f"{table.note}\n"] if table.note else []),
+            ]
+        return "\n".join(parts)
+
+    def csv_rows(self, summary: Any, name: str) -> list[dict[str, Any]]:
+        """The rows of NAME.csv; by default every cell of `draw`'s tables, unrounded where it is a number."""
+        return [
+            {
+                "table": table.caption,
+                "row": _text(row[0]),
+                "column": column,
+                "value": _value(cell),
+                "interval": _below(cell),
+            }
+            for table in tables_of(self.draw([Shown(name, summary)]))
+            for row in table.rows
+            for column, cell in zip(table.header[1:], row[1:], strict=True)
+        ]
+
+    def numbers(self, summary: Any | None) -> dict[str, Any]:
+        """The few numbers that stand for the whole in an overview of several models; None where it was not run."""
+        return {}
+
+    # ------------------------------------------------------------------ for the report and the lists
+
+    @classmethod
+    def how(cls) -> str:
+        """The command that produces its results."""
+        data = "PAIRS" if cls.needs.pairs else "DATA"
+        second = " --second-model OTHER" if cls.needs.second_model else ""
+        return cls.command or f"realvr diagnose {cls.name} MODEL {data} --out DIR{second}"
+
+    @classmethod
+    def result_file(cls) -> ResultFile[Any]:
+        """The typed file NAME.json."""
+        verb = " ".join(cls.how().split(" MODEL")[0].split())
+        return ResultFile(cls.shape, verb, f"run {verb} again, it keeps its records")
+
+    @classmethod
+    def read(cls, folder: Path) -> tuple[Path, Any] | None:
+        """The summary that a run left in a folder, and its file; None where there is none."""
+        file = folder / f"{cls.name}.json"
+        return (file, cls.result_file().load(file)) if file.is_file() else None
+
+    def section(self, results: Sequence[Shown]) -> Section:
+        """Its part of the report."""
+        widgets: list[Widget] = [Text(f"{self.question} {self.reading}"), *self.draw(results)]
+        if self.paper:
+            widgets.append(Fold("In the paper", [Text(self.paper)], published=True))
+        return Section(self.name, self.title, widgets if results else list(missing(self.how())))
+
+
+def _complaint(kind: type[Diagnostic]) -> str:
+    """What the seam cannot use about a class; empty where there is nothing."""
+    if not _NAME.fullmatch(kind.name):
+        return f"name is {kind.name!r}: write small letters, digits and hyphens; it becomes a file name"
+    if kind.name in _TAKEN:
+        return f"name is {kind.name!r}, which another command's files or a section of the report have: choose another"
+    for name, about in kind.Settings.model_fields.items():
+        if about.is_required():
+            return f"setting '{name}' has no default; give it one"
+        if name in RunSettings.names():
+            return f"setting '{name}' is an option of every diagnostic: call it otherwise"
+    return ""
+
+
+def _text(cell: Cell | str) -> str:
+    if isinstance(cell, str):
+        return cell
+    return f"{cell.text} {cell.below}".strip()
+
+
+def _value(cell: Cell | str) -> str | float:
+    return cell if isinstance(cell, str) else cell.text if cell.value is None else cell.value
+
+
+def _below(cell: Cell | str) -> str:
+    return "" if isinstance(cell, str) else cell.below
+
+
+DIAGNOSTICS: Registry[Diagnostic] = Registry(
+    "diagnostic",
+    Diagnostic,
+    "realvr.diagnostics",
+    required=("title", "question", "reading", "needs", "paper", "measure", "summarise", "draw"),
+    check=_complaint,
+)
+"""All diagnostics: those of this package and those of ``--plugin`` files."""

@@ -1,0 +1,57 @@
+"""Samples read by a model: prompts, and the free-running span behind each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from realvr.backbone.backbone import Backbone
+from realvr.backbone.samples import conversation
+from realvr.backbone.types import Prompt
+from realvr.data.sample import Sample
+from realvr.errors import UserError
+from realvr.latent.span import prefill, think
+from realvr.latent.state import State
+
+
+@dataclass
+class Reading:
+    """Samples that could be read, a row each, and those that could not."""
+
+    samples: list[Sample] = field(default_factory=list)
+    prompts: list[Prompt] = field(default_factory=list)
+    errors: list[tuple[Sample, str]] = field(default_factory=list)
+    prompt: State | None = None
+    """After the prompts, before the span; None where nothing could be read."""
+    after: State | None = None
+    """After ``<|lvr_end|>``, or after the prompt where K = 0."""
+    latents_RKD: Tensor | None = None
+
+
+def prompt_of(backbone: Backbone, sample: Sample, pictures: Sample, latents: int) -> Prompt:
+    """The sample's question about the pictures of another, or of its own."""
+    if len(sample.images) != len(pictures.images):
+        raise UserError(f"{sample.id}: {pictures.id} has another number of pictures and cannot be its control")
+    prompt = backbone.prompt(conversation(sample, [backbone.processor(image.open()) for image in pictures.images]))
+    if len(prompt) + latents + 3 > backbone.context_length:  # two markers, and one token to answer with
+        raise UserError(f"{sample.id}: {len(prompt)} tokens leave no room for {latents} latents and an answer")
+    return prompt
+
+
+@torch.no_grad()
+def read_samples(backbone: Backbone, samples: Sequence[Sample], latents: int) -> Reading:
+    """Prefill and free-running span of every sample, in one batch."""
+    reading = Reading()
+    for sample in samples:
+        try:
+            reading.prompts.append(prompt_of(backbone, sample, sample, latents))
+            reading.samples.append(sample)
+        except UserError as error:
+            reading.errors.append((sample, str(error)))
+    if reading.prompts:
+        reading.prompt, _ = prefill(backbone, backbone.batch(reading.prompts))
+        reading.after, reading.latents_RKD = think(backbone, reading.prompt, latents)
+    return reading

@@ -1,0 +1,317 @@
+"""Run diagnostics: read data, check needs, measure what is missing, summarise and write, on one process or several.
+
+``NAME_settings.json`` holds what decides the records, ``NAME.jsonl`` the records as they come, ``NAME.json``, ``.md``
+and ``.csv`` the summary. Batches are cut from the whole list, not from what is missing, so that a resumed run and one
+on several processes repeat the same arithmetic. No torch before the model is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from realvr.diagnostics.base import Diagnostic, Item, Samples
+from realvr.diagnostics.files import claim, write_csv
+from realvr.diagnostics.model import Model
+from realvr.diagnostics.pairs import fingerprint, read_pairs
+from realvr.diagnostics.settings import RunSettings
+from realvr.errors import UserError
+from realvr.evaluation.processes import Ranks, check_count, launch
+from realvr.runs.files import write_atomically
+from realvr.runs.guard import note
+from realvr.runs.journal import Journal, merge, summarising
+from realvr.runs.lock import hold
+from realvr.runs.progress import Bar, busy
+
+
+def diagnose(
+    diagnostics: Sequence[Diagnostic], settings: RunSettings, verb: str = "diagnose"
+) -> dict[str, dict[str, Any]]:
+    """Measure what the folder lacks, then summarise and write everything; the summaries by name.
+
+    Several diagnostics share data, model and folder, and need the same of them. Under torchrun every process but the
+    first returns nothing.
+    """
+    check_count(settings.processes)
+    settings.check()
+    if settings.processes == 1:
+        return diagnose_share(diagnostics, settings, verb)
+    launch(share_to_json(diagnostics, settings, verb), settings.processes, "realvr.diagnostics.worker")
+    found = {one.name: one.read(Path(settings.out)) for one in diagnostics}
+    return {name: content for name, (_, content) in ((name, read) for name, read in found.items() if read)}
+
+
+def diagnose_share(
+    diagnostics: Sequence[Diagnostic], settings: RunSettings, verb: str = "diagnose"
+) -> dict[str, dict[str, Any]]:
+    """Everything one process does; the first also summarises."""
+    ranks = Ranks.from_environment()
+    first, show = diagnostics[0], ranks.rank == 0
+    data = read_data(first, settings)
+    for line in data.lines if show else ():
+        note(line)
+    for diagnostic in diagnostics:
+        diagnostic.select(data.items, Path(settings.data))
+    out = Path(settings.out)
+    with hold(out, verb, settings.take_over) if show else nullcontext():
+        ranks.start()
+        model = load_model(first, settings, ranks)
+        run = Run(settings, data, model, ranks)
+        for diagnostic in diagnostics:
+            diagnostic.settle(model)
+            run.claim(diagnostic)
+        journals = [run.measure(diagnostic) for diagnostic in diagnostics]
+        ranks.stop()
+        return run.finish(diagnostics, journals) if show else {}
+
+
+# ---------------------------------------------------------------------- data
+
+
+@dataclass(frozen=True)
+class Data:
+    """Samples or pairs, and what was left out of them."""
+
+    items: list[Item]
+    digest: str
+    """SHA-256 over what is asked."""
+    left_out: dict[str, int] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+
+def read_data(diagnostic: Diagnostic, settings: RunSettings) -> Data:
+    """What a diagnostic measures, in file order; a `UserError` where the data lacks what it needs."""
+    if diagnostic.needs.pairs:
+        pairs, report = read_pairs(settings.data, settings.limit)
+        if diagnostic.needs.boxes and not any(view.boxes for pair in pairs for view in pair.views):
+            raise UserError(_no_boxes(diagnostic, settings, len(pairs)))
+        return Data(pairs, fingerprint(pairs), report.counts(), report.lines())
+    from realvr.data.readers.base import ReadOptions
+    from realvr.data.reading import Report, read
+
+    report_of_rows = Report()
+    # A picture that cannot be used is met when it is read, and its sample is counted among the errors.
+    options = ReadOptions(check_images="none", broken_images="keep")
+    every = list(read(settings.data, options=options, report=report_of_rows))
+    samples = [sample for sample in every if sample.boxes] if diagnostic.needs.boxes else every
+    if diagnostic.needs.boxes and not samples:
+        raise UserError(_no_boxes(diagnostic, settings, len(every)))
+    if not samples:
+        raise UserError(f"{settings.data}: no sample can be read (realvr data check {settings.data} says why)")
+    left_out = {"dropped_rows": sum(report_of_rows.dropped.values()), "without_boxes": len(every) - len(samples)}
+    told = {
+        "dropped_rows": "rows could not be read (realvr data check says why)",
+        "without_boxes": "samples have no evidence boxes and were left out",
+    }
+    lines = [f"{left_out[name]} {sentence}" for name, sentence in told.items() if left_out[name]]
+    samples = samples[: settings.limit]
+    digest = hashlib.sha256()
+    for sample in samples:
+        boxes = [[box.image, *box.xyxy] for box in sample.boxes]
+        digest.update(json.dumps([sample.id, sample.question, *sample.choices, sample.answer, boxes]).encode())
+    return Data(samples, digest.hexdigest(), left_out, lines)
+
+
+def _no_boxes(diagnostic: Diagnostic, settings: RunSettings, count: int) -> str:
+    return (
+        f"{settings.data}: none of its {count} samples has evidence boxes, which diagnostic {diagnostic.name} needs: "
+        "give data with boxes (realvr data show DATA draws them; `realvr world make OUT --split validation` makes some)"
+    )
+
+
+# ---------------------------------------------------------------------- model
+
+
+def load_model(diagnostic: Diagnostic, settings: RunSettings, ranks: Ranks) -> Model:
+    """The model with the K of the run, and the second where the diagnostic needs one."""
+    needs, show = diagnostic.needs, ranks.rank == 0
+    if needs.second_model and not settings.second_model:
+        raise UserError(f"diagnostic {diagnostic.name} compares two models: name the other with --second-model")
+    if settings.second_model and not needs.second_model:
+        raise UserError(f"--second-model: diagnostic {diagnostic.name} looks at one model; leave it out")
+    first = _responder(settings, settings.model, ranks)
+    latents = _latents(diagnostic, settings.model, first, settings.latents, show)
+    second = None
+    if settings.second_model:
+        other = _responder(settings, settings.second_model, ranks)
+        second = Model(other, _latents(diagnostic, settings.second_model, other, settings.latents, show))
+    return Model(first, latents, second)
+
+
+def _responder(settings: RunSettings, path: str, ranks: Ranks) -> Any:
+    from realvr.backbone.backbone import Backbone
+    from realvr.evaluation.model_responder import ModelResponder
+    from realvr.latent.sampling import Sampling
+    from realvr.runs.quiet import quiet_transformers
+
+    sampling = Sampling(temperature=0.0, max_new=settings.max_new)
+    quiet_transformers()
+    with busy(f"reading {path}", ranks.rank == 0):
+        backbone = Backbone.load(
+            path,
+            device=ranks.device(settings.device),
+            dtype=settings.dtype,
+            min_tokens=settings.min_tokens,
+            max_tokens=settings.max_tokens,
+            announce=ranks.rank == 0,
+        )
+    return ModelResponder(backbone, sampling, path=path)
+
+
+def _latents(diagnostic: Diagnostic, path: str, responder: Any, asked: int | None, show: bool) -> int:
+    """K to measure with: what was asked for where that makes sense, else the checkpoint's."""
+    trained = int(responder.latents)
+    if diagnostic.needs.span and (trained == 0 or asked == 0):
+        raise UserError(
+            f"{path} has no trained latent span (K = {min(trained, trained if asked is None else asked)}), which "
+            f"diagnostic {diagnostic.name} needs: train Stage 1 first (realvr train sft), and do not ask for "
+            "--latents 0"
+        )
+    if asked and not trained:
+        raise UserError(
+            f"{path} was never trained with latent slots, so --latents {asked} would read untrained markers: "
+            "use --latents 0, or train Stage 1 first (realvr train sft)"
+        )
+    if show and asked is None and responder.backbone.markers_added:
+        note(f"{path} was never trained with latent slots: it answers directly, K = 0")
+    if show and asked is not None and asked not in (0, trained):
+        note(f"{path} was trained with K = {trained}; K = {asked} was chosen explicitly")
+    return trained if asked is None else asked
+
+
+# ---------------------------------------------------------------------- records
+
+
+@dataclass(frozen=True)
+class Run:
+    """One process of a run."""
+
+    settings: RunSettings
+    data: Data
+    model: Model
+    ranks: Ranks = field(default_factory=Ranks)
+
+    @property
+    def out(self) -> Path:
+        return Path(self.settings.out)
+
+    def record(self, diagnostic: Diagnostic) -> dict[str, Any]:
+        """What decides the records, beside the version of realvr."""
+        second = self.model.second
+        return {
+            "diagnostic": diagnostic.name,
+            "model": self.model.responder.describe(),
+            "data": str(self.settings.data),
+            "pairs" if diagnostic.needs.pairs else "samples": len(self.data.items),
+            "questions": self.data.digest,
+            "left_out": self.data.left_out,
+            "limit": self.settings.limit,
+            "latents": self.model.latents,
+            **({"second_model": second.responder.describe()} if second is not None else {}),
+            **diagnostic.fixed(),
+        }
+
+    def claim(self, diagnostic: Diagnostic) -> None:
+        """Keep other settings out of the folder, and make one journal of what several processes left."""
+        if self.ranks.rank == 0:
+            claim(self.out, f"{diagnostic.name}_settings.json", self.record(diagnostic), added=("diagnostic",))
+            merge(self._journal(diagnostic), diagnostic.key)
+        self.ranks.barrier()
+
+    def _journal(self, diagnostic: Diagnostic) -> Path:
+        return self.out / f"{diagnostic.name}.jsonl"
+
+    def measure(self, diagnostic: Diagnostic) -> Journal:
+        """Records of everything that the journal lacks; in the first process the journal is then complete."""
+        items = diagnostic.select(self.data.items, Path(self.settings.data))
+        size = self.settings.batch or diagnostic.batch
+        ranks, path = self.ranks, self._journal(diagnostic)
+        journal = Journal(path, diagnostic.key, ranks.rank, ranks.world)
+        own = sum(map(len, share_of(items, size, ranks)))
+        with Bar(diagnostic.name, own, show=ranks.rank == 0) as bar:
+            measure_all(diagnostic, self.model, items, journal, size, ranks, bar)
+        ranks.barrier()
+        if ranks.world == 1 or ranks.rank:
+            return journal
+        places = {item.id: place // size for place, item in enumerate(items)}
+        merge(path, diagnostic.key, lambda record: places.get(record[diagnostic.item], len(places)))
+        return Journal(path, diagnostic.key)
+
+    def finish(self, diagnostics: Sequence[Diagnostic], journals: Sequence[Journal]) -> dict[str, dict[str, Any]]:
+        """Summaries from the journals, as files and by name; prints what a reader of the numbers must know."""
+        summaries: dict[str, Any] = {}
+        with summarising(*journals):
+            for diagnostic, journal in zip(diagnostics, journals, strict=True):
+                summaries[diagnostic.name] = diagnostic.summarise(journal.records)
+            for diagnostic in diagnostics:
+                whole = diagnostic.extend(summaries[diagnostic.name], summaries, self.out)
+                summaries[diagnostic.name] = whole | {"settings": self.record(diagnostic)}
+                self._write(diagnostic, summaries[diagnostic.name])
+        for diagnostic, journal in zip(diagnostics, journals, strict=True):
+            count = len(diagnostic.select(self.data.items, Path(self.settings.data)))
+            for line in diagnostic.notes(journal.records, summaries[diagnostic.name], count):
+                note(line)
+        return summaries
+
+    def _write(self, diagnostic: Diagnostic, summary: dict[str, Any]) -> None:
+        name, title = self.out / diagnostic.name, self.model.name
+        text, rows = diagnostic.markdown(summary, title), diagnostic.csv_rows(summary, title)
+        diagnostic.result_file().dump(name.with_name(f"{name.name}.json"), summary)
+        write_atomically(name.with_name(f"{name.name}.md"), text)
+        write_csv(name.with_name(f"{name.name}.csv"), rows)
+
+
+def share_of(items: Sequence[Item], batch: int, ranks: Ranks) -> list[Sequence[Item]]:
+    """The batches of one process."""
+    return [items[start : start + batch] for start in range(0, len(items), batch)][ranks.rank :: ranks.world]
+
+
+def measure_all(
+    diagnostic: Diagnostic,
+    model: Model,
+    items: Sequence[Item],
+    journal: Journal,
+    batch: int,
+    ranks: Ranks = Ranks(),  # noqa: B008  # frozen
+    bar: Bar | None = None,
+) -> None:
+    """Measure what the journal lacks, batch by batch; of several processes, the share of this one."""
+    diagnostic.settle(model)
+    batches = share_of(items, batch, ranks)
+    lacking = [not all(diagnostic.complete(item, journal.done) for item in part) for part in batches]
+    if any(lacking):
+        diagnostic.prepare(model, items)
+    for part, wanted in zip(batches, lacking, strict=True):
+        if wanted:
+            journal.add(diagnostic.measure(model, Samples(part, frozenset(journal.done))))
+            for item in part:
+                if not diagnostic.complete(item, journal.done):
+                    raise UserError(
+                        f"diagnostic {diagnostic.name} left {item.id} without a record: measure must yield what keys() "
+                        "names, or failed(sample, error)"
+                    )
+        if bar is not None:
+            bar.advance(len(part))
+
+
+# ---------------------------------------------------------------------- several processes
+
+
+def share_to_json(diagnostics: Sequence[Diagnostic], settings: RunSettings, verb: str) -> str:
+    """A run as text, for a process that does a share of it."""
+    chosen = [[one.name, one.settings.model_dump(mode="json")] for one in diagnostics]
+    return json.dumps({"diagnostics": chosen, "settings": json.loads(settings.to_json()), "verb": verb})
+
+
+def share_from_json(text: str) -> tuple[list[Diagnostic], RunSettings, str]:
+    """The opposite."""
+    from realvr.diagnostics.base import DIAGNOSTICS
+
+    content = json.loads(text)
+    diagnostics = [DIAGNOSTICS.get(name).configure(values) for name, values in content["diagnostics"]]
+    return diagnostics, RunSettings(**content["settings"]), content["verb"]

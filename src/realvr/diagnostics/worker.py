@@ -1,0 +1,17 @@
+"""One process of a diagnostic on several: the run comes as JSON, the rank from the environment."""
+
+from __future__ import annotations
+
+import sys
+
+from realvr.diagnostics.run import diagnose_share, share_from_json
+from realvr.evaluation.processes import serve
+
+
+def share(text: str) -> None:
+    """Do the share of this process."""
+    diagnose_share(*share_from_json(text))
+
+
+if __name__ == "__main__":
+    serve(share, sys.argv[1])
