@@ -47,8 +47,6 @@ ARROWS = {name: set(allowed.split()) for name, allowed in LEAVES.items()} | {
     name: set(allowed.split()) | set(LEAVES) for name, allowed in ROOMS.items()
 }
 KNOWN = {
-    ("realvr.demo.interim", "cli"),
-    ("realvr.diagnostics.grounding", "training"),
 }
 """Violations that are still to be mended."""
 

@@ -15,12 +15,12 @@ from realvr.data.export import write
 from realvr.data.sample import ImageRef
 from realvr.diagnostics.counterfactual import Counterfactual
 from realvr.diagnostics.counterfactual_summary import csv_rows, record_key, report, summarise_pairs
-from realvr.diagnostics.files import claim
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import mean, rate
 from realvr.diagnostics.pairs import first_of_each, pair_up, read_pairs, unrelated
 from realvr.diagnostics.run import measure_all
 from realvr.errors import UserError
+from realvr.runs.folder import RunFolder
 from realvr.runs.journal import Journal, read_records
 
 EDITS = ["color_change", "object_removal", "shape_swap", "spatial_swap"]
@@ -331,7 +331,7 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_keeps_to_its_settings(tmp_path: Path) -> None:
-    claim(tmp_path, "s.json", {"model": {"path": "a"}, "limit": None})
-    claim(tmp_path, "s.json", {"model": {"path": "a"}, "limit": None})
+    RunFolder(tmp_path).claim("s.json", {"model": {"path": "a"}, "limit": None})
+    RunFolder(tmp_path).claim("s.json", {"model": {"path": "a"}, "limit": None})
     with pytest.raises(UserError, match='model.path was "a", now "b".*--out'):
-        claim(tmp_path, "s.json", {"model": {"path": "b"}, "limit": None})
+        RunFolder(tmp_path).claim("s.json", {"model": {"path": "b"}, "limit": None})

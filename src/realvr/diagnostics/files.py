@@ -1,36 +1,14 @@
-"""Files of a diagnostic: the settings that its records were made with, and tables. Nothing here imports torch."""
+"""Tables as files: CSV and Markdown. Nothing here imports torch."""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from realvr.errors import UserError
-from realvr.runs.files import differences, read_json, write_atomically, write_json
-
-
-def claim(folder: Path, name: str, settings: dict[str, Any], added: Collection[str] = ()) -> None:
-    """Remember the settings in ``folder/name``; refuse a folder whose records were made with others. What an earlier
-    version did not write (``added``) is not compared."""
-    note = folder / name
-    settings = json.loads(json.dumps(settings))
-    try:
-        if note.exists():
-            changes = differences({name: settings[name] for name in added} | read_json(note), settings)
-            if changes:
-                raise UserError(
-                    f"{folder} holds results with other settings ({'; '.join(changes[:4])}): "
-                    "name another --out, or remove the folder to start again"
-                )
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(note, settings)
-    except OSError as error:
-        raise UserError(f"{note}: cannot be used ({error})") from None
+from realvr.runs.files import write_atomically
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:

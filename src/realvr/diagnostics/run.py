@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from realvr.diagnostics.base import Diagnostic, Item, Samples
-from realvr.diagnostics.files import claim, write_csv
+from realvr.diagnostics.files import write_csv
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.pairs import fingerprint, read_pairs
 from realvr.diagnostics.settings import RunSettings
 from realvr.errors import UserError
 from realvr.evaluation.processes import Ranks, check_count, launch
 from realvr.runs.files import write_atomically
+from realvr.runs.folder import RunFolder, open_run_folder
 from realvr.runs.guard import note
 from realvr.runs.journal import Journal, merge, summarising
-from realvr.runs.lock import hold
 from realvr.runs.progress import Bar, busy
 
 
@@ -58,7 +58,7 @@ def diagnose_share(
     for diagnostic in diagnostics:
         diagnostic.select(data.items, Path(settings.data))
     out = Path(settings.out)
-    with hold(out, verb, settings.take_over) if show else nullcontext():
+    with open_run_folder(out, verb, settings.take_over) if show else nullcontext():
         ranks.start()
         model = load_model(first, settings, ranks)
         run = Run(settings, data, model, ranks)
@@ -219,7 +219,12 @@ class Run:
     def claim(self, diagnostic: Diagnostic) -> None:
         """Keep other settings out of the folder, and make one journal of what several processes left."""
         if self.ranks.rank == 0:
-            claim(self.out, f"{diagnostic.name}_settings.json", self.record(diagnostic), added=("diagnostic",))
+            folder, named = RunFolder(self.out), {"diagnostic": diagnostic.name}
+            folder.claim(
+                f"{diagnostic.name}_settings.json",
+                self.record(diagnostic),
+                lambda before, now: folder.differs(named | before, now),  # earlier versions did not write the name
+            )
             merge(self._journal(diagnostic), diagnostic.key)
         self.ranks.barrier()
 

@@ -42,12 +42,13 @@ class RunFolder:
             before: Content = {**(file.load(note) if file else read_json(note, "name another folder"))}
         except OSError as error:
             raise UserError(f"{note}: cannot be used ({error})") from None
-        reason = self._differs(before, now) if refuse is None else refuse(before, now)
+        reason = self.differs(before, now) if refuse is None else refuse(before, now)
         if reason:
             raise UserError(reason)
         return before
 
-    def _differs(self, before: Content, now: Content) -> str | None:
+    def differs(self, before: Content, now: Content) -> str | None:
+        """Why the results of two records cannot be mixed."""
         changes = differences(before, now)
         if not changes:
             return None
