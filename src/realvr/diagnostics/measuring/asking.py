@@ -20,7 +20,7 @@ from realvr.runs.journal import Record
 def ask_pairs(
     responder: Responder, pairs: Sequence[Pair], variants: Sequence[Variant], latents: int, policy: Any = "strict"
 ) -> list[Record]:
-    """Records of one batch of pairs, variant by variant. ``policy``: how answers are read (`realvr.answers.POLICIES`)."""
+    """Records of one batch of pairs, variant by variant. ``policy``: one of `realvr.answers.POLICIES`."""
     turns = [_view_turns(responder, pair) for pair in pairs]
     originals = [_request(pair.original, view[0]) for pair, view in zip(pairs, turns, strict=True)]
     first = _replies(responder, originals, latents)
