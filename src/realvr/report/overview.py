@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from realvr.evaluation.benchmark import known_policies
+from realvr.evaluation.benchmark import eval_command, known_policies
 from realvr.evaluation.comparison import compare
 from realvr.evaluation.effects import TITLES, effects
 from realvr.evaluation.finished import predictions_of
@@ -12,7 +12,6 @@ from realvr.evaluation.results import is_spread
 from realvr.evaluation.summary_files import other_policies, summary_path
 from realvr.report.results import Arm, Evaluation, Json, Measurement, Results
 from realvr.report.scores import (
-    EVAL,
     bench_names,
     difference_cell,
     effect_cell,
@@ -20,6 +19,7 @@ from realvr.report.scores import (
     last_tenth,
     mean_title,
     means,
+    rule_missing,
     score_cell,
     title,
 )
@@ -54,18 +54,33 @@ def overview(results: Results, baseline: Arm | None) -> Section:
         section.widgets.append(
             Text(f"{folder} has predictions but no summary{under[0]} and is left out; realvr score{under[1]} writes it")
         )
-    section.widgets += [Text(text) for text in _other_policies(results)]
+    section.widgets += [Text(text) for text in (*_not_loaded(results), *_other_policies(results))]
     main = [arm for arm in results.arms if arm.main]
     scored = [arm for arm in main if arm.eval]
     if scored:
         section.widgets += [headline_table(scored, "Benchmark scores, %"), *_headline_figure(scored)]
     else:
-        section.widgets += missing(EVAL)
+        section.widgets += missing(eval_command())
     if effects := _effects(main, "What the latents do"):
         section.widgets.append(effects)
     if baseline is not None and (table := _against(scored, baseline)):
         section.widgets.append(table)
     return section
+
+
+def _not_loaded(results: Results) -> list[str]:
+    """Results that need code from outside the package, which nobody named."""
+    said = [
+        f"{file} is of a diagnostic that is not loaded, and is left out; realvr report --plugin FILE.py shows it."
+        for file in results.foreign
+    ]
+    for arm in results.arms:
+        if arm.eval is not None and (names := rule_missing(arm.eval)):
+            said.append(
+                f"{arm.eval.folder}: the scoring rule of {', '.join(sorted(names))} is not loaded. The scores stand as "
+                "they were written; differences between arms need realvr report --plugin FILE.py."
+            )
+    return said
 
 
 def _other_policies(results: Results) -> list[str]:
@@ -196,9 +211,12 @@ def _against(arms: Sequence[Arm], baseline: Arm) -> Table | None:
         second = _with_predictions(arm)
         if arm is baseline or second is None:
             continue
+        skipped = rule_missing(first) | rule_missing(second)
+        if not (set(first.summary["benches"]) & set(second.summary["benches"])) - skipped:
+            continue
         found = compare(
-            predictions_of(first.folder),
-            predictions_of(second.folder),
+            (row for row in predictions_of(first.folder) if row.bench not in skipped),
+            (row for row in predictions_of(second.folder) if row.bench not in skipped),
             first_latents=_trained(first),
             second_latents=_trained(second),
             policy=_policy(first, second),
@@ -248,5 +266,5 @@ def further(results: Results) -> Section:
         names = ", ".join(arm.name for arm in others)
         section.widgets.append(Text(f"Found without an evaluation: {names}. See the training curves."))
     if not arms:
-        section.widgets += missing("realvr train rl CONFIG --method no-negatives; realvr eval RUN/final … --out DIR")
+        section.widgets += missing("realvr train rl CONFIG --method METHOD; realvr eval RUN/final … --out DIR")
     return section

@@ -22,6 +22,7 @@ from realvr.report.provenance import provenance
 from realvr.report.results import Arm, Results
 from realvr.report.scores import ablation, benchmarks, sweep
 from realvr.report.training import training
+from realvr.training.records import BASELINE
 from realvr.widgets import Section, tables_of
 
 
@@ -59,7 +60,8 @@ def make_sections(results: Results, baseline: str | None = None) -> list[Section
 
 
 def choose_baseline(results: Results, name: str | None) -> Arm | None:
-    """The arm that others are compared with: the named one, else LVR-RL, else the first with an evaluation."""
+    """The arm that others are compared with: the named one, else the first of the baseline method (by its training run,
+    or else by its name), else the first with an evaluation."""
     arms = [arm for arm in results.arms if arm.eval is not None]
     if name is not None:
         found = [arm for arm in arms if arm.name.lower() == name.lower()]
@@ -68,7 +70,8 @@ def choose_baseline(results: Results, name: str | None) -> Arm | None:
             raise UserError(f"--baseline {name!r}: no such arm with an evaluation; there are {known}")
         return found[0]
     arms = [arm for arm in arms if arm.main]
-    return next((arm for arm in arms if arm.name.lower() == "lvr-rl"), arms[0] if arms else None)
+    trained = [arm for arm in arms if arm.train is not None and arm.train.about["method"] == BASELINE]
+    return next(iter([*trained, *(arm for arm in arms if arm.name.lower() == BASELINE), *arms]), None)
 
 
 def render(sections: Sequence[Section], title: str) -> str:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from realvr.evaluation import tables
-from realvr.evaluation.benchmark import title
+from realvr.evaluation.benchmark import benchmark_of, eval_command, title
 from realvr.evaluation.effects import TITLES, effects
 from realvr.evaluation.five_tasks import five_title, in_order
 from realvr.evaluation.results import AnyBench, AnySummary, Summary, is_spread
 from realvr.evaluation.scoring import ABLATIONS
-from realvr.report.results import Arm, Results
+from realvr.report.results import Arm, Evaluation, Results
 from realvr.training.records import TrainingRun
 from realvr.widgets import (
     DASH,
@@ -32,8 +32,6 @@ from realvr.widgets.charts import Bar, Line, Point, forest, lines
 
 Found = Mapping[str, Any]
 """A score, an effect or a difference of a summary, under whatever condition."""
-EVAL = "realvr eval MODEL --bench mmvp=PATH --bench blink=PATH … --out DIR"
-SWEEP = "realvr eval MODEL --bench mmvp=PATH … --latents 0,2,4,8,12,16,20 --out DIR"
 
 
 def bench_names(arms: Sequence[Arm]) -> list[str]:
@@ -44,6 +42,12 @@ def bench_names(arms: Sequence[Arm]) -> list[str]:
 def evaluated(arms: Sequence[Arm]) -> list[tuple[Arm, AnySummary]]:
     """Arms with an evaluation, and its summary."""
     return [(arm, arm.eval.summary) for arm in arms if arm.eval is not None]
+
+
+def rule_missing(results: Evaluation) -> set[str]:
+    """Benchmarks of an evaluation that were scored by a rule which is not loaded, such as that of a plugin."""
+    benches: Mapping[str, AnyBench] = {**results.summary["benches"]}
+    return {name for name, entry in benches.items() if entry["metric"] != benchmark_of(name).rule.metric}
 
 
 def score_cell(entry: Found | None, read: bool = False) -> Cell:
@@ -135,7 +139,7 @@ def benchmarks(results: Results, published: Callable[[Sequence[str]], list[Any]]
         )
         section.widgets += [Table("Measured", header, rows, note), *folds]
     else:
-        section.widgets += missing(EVAL)
+        section.widgets += missing(eval_command())
     section.widgets += published(in_order(whole)) if whole else []
     return section
 
@@ -173,7 +177,7 @@ def ablation(results: Results) -> Section:
             scores += _condition_rows(arm, name, entry, conditions)
         _bars(arm, summary, bars)
     if not rows:
-        section.widgets += missing(EVAL)
+        section.widgets += missing(eval_command())
         return section
     section.widgets += [
         Text(
@@ -269,7 +273,7 @@ def sweep(results: Results) -> Section:
         )
         section.widgets += [Switch("Arm", panels)] if len(panels) > 1 else panels[0][2]
     else:
-        section.widgets += missing(SWEEP)
+        section.widgets += missing(f"{eval_command()} --latents 0,2,4,8,12,16,20")
     return section
 
 
