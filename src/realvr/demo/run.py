@@ -9,7 +9,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
 
 from rich.console import Console
 
@@ -17,13 +16,12 @@ from realvr.demo.choice import choice
 from realvr.demo.display import Display
 from realvr.demo.files import is_done, open_demo_folder
 from realvr.demo.plan import DemoSettings, steps_of
-from realvr.demo.summary import collect, index
+from realvr.demo.summary import DEMO_FILE, DemoSummary, collect, index
 from realvr.demo.team import run_steps
 from realvr.errors import UserError
 from realvr.report.find import ARM_LIST
 from realvr.report.page import build
 from realvr.report.results import ARMS_FILE
-from realvr.runs.files import write_json
 
 NEEDED = {"accelerate": "train"}
 """Packages of extras that the demo uses."""
@@ -33,7 +31,7 @@ NEEDED = {"accelerate": "train"}
 class Finished:
     """``summary.json``, the path of the page, and the seconds it took."""
 
-    summary: dict[str, Any]
+    summary: DemoSummary
     page: Path
     seconds: float
 
@@ -64,7 +62,7 @@ def run_demo(out: Path, settings: DemoSettings, workers: int | None = None, take
         with Display(out, steps, done, count, console) as display:
             run_steps(out, steps, count, display)
         summary = collect(out, settings)
-        write_json(out / "summary.json", summary)
+        DEMO_FILE.dump(out / "summary.json", summary)
         ARMS_FILE.dump(out / ARM_LIST, index(summary))
         page = build((out,), out / "report", title="realvr demo")
     return Finished(summary, page, time.monotonic() - begun)

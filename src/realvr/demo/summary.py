@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from realvr.demo.choice import Arm, Training, choice
 from realvr.demo.plan import ARMS, DemoSettings, Step
 from realvr.demo.words import notes
@@ -19,16 +21,31 @@ from realvr.evaluation.five_tasks import five_title
 from realvr.evaluation.records import PREDICTIONS, read_predictions
 from realvr.evaluation.results import SUMMARY_FILE, Summary
 from realvr.report.results import ArmEntry, ArmList
+from realvr.runs.records import ResultFile, Text
 from realvr.training.records import METRICS, read_steps
 
 Json = dict[str, Any]
 VERSION = 2
+
+
+class DemoSummary(TypedDict):
+    """The content of ``summary.json``. Every number that was measured on a sample has its 95 % interval beside it."""
+
+    version: int
+    settings: dict[Text, Any]
+    arms: dict[Text, dict[Text, Any]]
+    """Name of the arm -> its metrics."""
+    differences: dict[Text, dict[Text, Any]]
+    short_stage1: dict[Text, Any]
+    notes: list[Text]
+
+
+DEMO_FILE = ResultFile(DemoSummary, "realvr demo", "run realvr demo again, it goes on where it stopped", VERSION)
 _ENDS = 5  # steps averaged at the beginning and at the end of a training
 
 
-def collect(folder: Path, settings: DemoSettings) -> Json:
-    """The content of ``summary.json``: ``arms`` (name -> metrics), ``differences``, ``short_stage1``, ``settings`` and
-    ``notes``. Every number that was measured on a sample has its 95 % interval beside it."""
+def collect(folder: Path, settings: DemoSettings) -> DemoSummary:
+    """The content of ``summary.json``."""
     arms = {arm.name: _arm(folder, arm) for arm in ARMS}
     differences, watched = _differences(folder), choice().watched
     return {
@@ -41,7 +58,7 @@ def collect(folder: Path, settings: DemoSettings) -> Json:
     }
 
 
-def index(summary: Json) -> ArmList:
+def index(summary: DemoSummary) -> ArmList:
     """The content of ``demo.json``: where the results of each arm are, for the report."""
     arms: list[Any] = []
     for arm in ARMS:

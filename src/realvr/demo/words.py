@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -79,7 +79,7 @@ def _signed(one: Json) -> str:
 # ---------------------------------------------------------------------- table
 
 
-def table(summary: Json, width: int = 132) -> Table:
+def table(summary: Mapping[str, Any], width: int = 132) -> Table:
     """The closing table: a row for each arm, or, where the terminal is too narrow for that, a column."""
     chosen, quick = choice(), summary["settings"]["quick"]
     title = "The demo in numbers, 95 % intervals in brackets" + (" (quick: they mean nothing)" if quick else "")

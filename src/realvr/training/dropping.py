@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from realvr.errors import UserError
-from realvr.runs.files import write_json
 from realvr.training.engine import Engine
+from realvr.training.records import DATA_FILE, DataUse
 from realvr.training.settings import TrainSettings
 from realvr.training.sources import RECORD, TrainingData, above, check_command
 from realvr.training.task import Ranks
@@ -145,7 +145,7 @@ class DataRecord:
         if self.task is None or not self.engine.main:
             return
         data = self.task.data
-        content = {
+        content: DataUse = {
             "max_dropped": self.settings.data.max_dropped,
             "sources": data.census.to_json(),
             "encoding": {"step": step, **self.draws.state_dict()},
@@ -154,7 +154,7 @@ class DataRecord:
         }
         path = self.settings.run.out / RECORD
         try:
-            write_json(path, content)
+            DATA_FILE.dump(path, content)
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
 

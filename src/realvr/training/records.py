@@ -49,6 +49,20 @@ class About(TypedDict):
     """In the order in which they are shown."""
 
 
+class DataUse(TypedDict):
+    """The content of ``data.json``: what a run read, and which rows it could not use."""
+
+    max_dropped: float
+    sources: list[dict[Text, Any]]
+    """Rows, usable ones and dropped ones of each source."""
+    encoding: dict[Text, Any]
+    """Rows drawn up to a step, and those that could not be encoded."""
+    images: int
+    files: dict[Text, dict[Text, Any]]
+    """Hashes, with the time at which they were taken."""
+
+
+DATA_FILE = ResultFile(DataUse, "realvr train", "remove it, the next start writes it again")
 METHOD_FILE = ResultFile(About, "realvr train", "remove it, the curves are then shown without their titles", 1)
 Step = dict[str, float | None]
 """One line of ``metrics.jsonl``: ``step`` counts from 1; what was not finite is None."""

@@ -19,7 +19,6 @@ from realvr.data.readers.base import ReadOptions
 from realvr.data.reading import Report, read
 from realvr.data.sample import Sample
 from realvr.errors import UserError
-from realvr.runs.files import read_json
 from realvr.runs.progress import Bar
 
 if TYPE_CHECKING:
@@ -128,7 +127,6 @@ def above(share: float) -> float:
 def _known_hashes(out: Path) -> dict[str, dict[str, Any]]:
     """Hashes that an earlier start of this run has taken; none where its record cannot be read."""
     try:
-        files = read_json(out / RECORD).get("files")
+        return DATA_FILE.load(out / RECORD)["files"]
     except UserError:
         return {}
-    return files if isinstance(files, dict) else {}
