@@ -20,6 +20,7 @@ from realvr.data.reading import Report, read
 from realvr.data.sample import Sample
 from realvr.errors import UserError
 from realvr.runs.progress import Bar
+from realvr.training.records import DATA_FILE
 
 if TYPE_CHECKING:
     from realvr.training.sections import SourceSettings
