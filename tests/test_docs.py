@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from realvr.cli import COMMANDS, main
+from realvr.cli.dispatch import settings_type
 from realvr.errors import UserError
 from realvr.training.configuration import load_settings
 
@@ -114,6 +115,9 @@ def parse(verb: str, args: list[str]) -> None:
     import tyro
 
     command = COMMANDS[verb]
+    if "--plugin" in args:  # taken off before a verb sees its arguments; the file is the reader's
+        place = args.index("--plugin")
+        args = args[:place] + args[place + 2 :]
     if command.raw:
         flags = [arg.replace("--resume", "--checkpoint.resume") for arg in args[1:] if arg != "--dry-run"]
         kind, config = verb.split()[1], Path(args[0])
@@ -122,8 +126,11 @@ def parse(verb: str, args: list[str]) -> None:
         known = known if known.is_file() else ROOT / "configs/mini/base.yaml"
         load_settings(kind, known, flags)
         return
-    function = getattr(importlib.import_module(command.module), command.function)
-    tyro.cli(functools.wraps(function)(lambda *args, **kwargs: 0), args=args)
+    module = importlib.import_module(command.module)
+    function = getattr(module, command.function)
+    args = getattr(module, command.rewrite)(args) if command.rewrite else args
+    settings = settings_type(function)
+    tyro.cli(settings or functools.wraps(function)(lambda *args, **kwargs: 0), args=args)
 
 
 @functools.cache
