@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from realvr.answers.text import LETTERS
+from realvr.answers.text import LETTERS, visible
 
 _BLOCK = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 _TAG = re.compile(r"</?answer>|</?s>|<\|[a-z_]+\|>", re.IGNORECASE)
@@ -89,7 +89,7 @@ def strict_choice(text: str, choices: Sequence[str]) -> str | None:
 
 def _plain(text: str) -> str:
     """Unicode's compatibility form without Markdown and LaTeX dress; ``\\boxed{B}`` becomes a statement."""
-    text = unicodedata.normalize("NFKC", text)
+    text = visible(unicodedata.normalize("NFKC", text))
     text = re.sub(r"[*`$]|__", "", text)
     return _BOXED.sub(r" Answer: \1\n", _STYLE.sub(r"\1", text))
 

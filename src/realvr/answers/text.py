@@ -50,9 +50,12 @@ def compatible(text: str) -> str:
     if raised:
         parts.append(f"^{raised}" if len(raised) == 1 else f"^{{{raised}}}")
     text = unicodedata.normalize("NFKC", "".join(parts)).translate(_SAME)
-    if text.isascii():
-        return text
-    return "".join(_digit(character) for character in text if unicodedata.category(character) != "Cf")
+    return text if text.isascii() else "".join(map(_digit, visible(text)))
+
+
+def visible(text: str) -> str:
+    """Without invisible format characters: zero-width spaces, soft hyphens, marks of direction."""
+    return text if text.isascii() else "".join(c for c in text if unicodedata.category(c) != "Cf")
 
 
 def _digit(character: str) -> str:
