@@ -475,6 +475,58 @@ def test_forbidden_ids_are_never_sampled(models: Pair) -> None:
         assert torch.equal(logprobs_of(pushed), logprobs_of(plain))
 
 
+# ---------------------------------------------------------------------- processes in step
+
+
+@contextmanager
+def counted(backbone: Backbone) -> Iterator[dict[str, int]]:
+    """How often the last decoder layer, the head and the embedding are run."""
+    passes = {"layer": 0, "head": 0, "embedding": 0}
+    modules = {
+        "layer": backbone.decoder.layers[-1],
+        "head": backbone.model.lm_head,
+        "embedding": backbone.model.get_input_embeddings(),
+    }
+
+    def count(name: str) -> Any:
+        def hook(*_: Any) -> None:
+            passes[name] += 1
+
+        return hook
+
+    handles = [module.register_forward_hook(count(name)) for name, module in modules.items()]
+    yield passes
+    for handle in handles:
+        handle.remove()
+
+
+def test_processes_that_decode_in_step_make_equally_many_passes(ending: Pair) -> None:
+    """Two processes with prompts of their own, one of which may write three tokens only; each is told what the other
+    one would say."""
+    prompts, passes, alone = mixed_prompts(ending.ours), [], []
+    shares = [(prompts[:1], Sampling(max_new=3)), (prompts[1:], Sampling(max_new=20))]
+    for share, sampling in shares:
+        with counted(ending.ours) as found:
+            alone.append(rollout(ending.ours, share, group=3, sampling=sampling, seed=4))
+        passes.append(found)
+    steps = [max(len(ids) for group in ids_of(result) for ids in group) - 1 for result in alone]
+    assert steps[0] < steps[1] and passes[0] != passes[1], "the test needs one that ends first"
+    together = []
+    for (share, sampling), own, other in zip(shares, alone, reversed(steps), strict=True):
+        asked: list[bool] = []
+
+        def go_on(mine: bool, asked: list[bool] = asked, other: int = other) -> bool:
+            asked.append(mine)
+            return mine or len(asked) <= other
+
+        with counted(ending.ours) as found:
+            result = rollout(ending.ours, share, group=3, sampling=sampling, seed=4, go_on=go_on)
+        together.append(found)
+        assert len(asked) == max(steps) + 1
+        assert ids_of(result) == ids_of(own) and torch.equal(logprobs_of(result), logprobs_of(own))
+    assert together == [passes[1], passes[1]]
+
+
 # ---------------------------------------------------------------------- the context
 
 

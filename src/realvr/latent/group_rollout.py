@@ -161,8 +161,9 @@ def decode(
             go_on(True)
         state, start, rows = _drop_rows(state, start, survivors)
         state, hidden = _feed(backbone, state, rows, start + step)
-    while go_on is not None and go_on(False):
-        _feed(backbone, state, rows, start)
+    while go_on is not None and go_on(False):  # only the passes count: what comes out is dropped
+        _, hidden = _feed(backbone, state, rows, start)
+        log_softmax_rows(backbone, hidden, sampling.policy_temperature, forbidden)
     for row_group in completions:
         for completion in row_group:
             completion.text = backbone.tokenizer.decode(completion.reply_ids, skip_special_tokens=False)

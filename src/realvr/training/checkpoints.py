@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ class Checkpoints:
             old.rename(doomed)
             shutil.rmtree(doomed)
 
-    def _together(self, name: str, action: Any, partial: Path | None = None) -> None:
+    def _together(self, name: str, action: Callable[[], None], partial: Path | None = None) -> None:
         """Run one phase on every rank; if it fails on one because of the file system, clean up and raise on all."""
         problem = None
         try:
