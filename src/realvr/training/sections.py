@@ -192,8 +192,8 @@ class LogSettings(Section):
     table_every: int = Field(default=10, ge=0)
     """Steps between tables of sampled completions (console and ``completions.jsonl``); 0: never."""
     parts_every: int = Field(default=25, ge=0)
-    """Steps between measurements of the gradient norm of each part of the loss alone; 0: never. Each costs one more
-    forward and backward pass per part."""
+    """Steps between measurements of the gradient norm of each term of the loss alone; 0: never. Each costs one more
+    forward and backward pass per term."""
     tensorboard: bool = True
     """Write TensorBoard files into ``run.out/tensorboard``."""
     console: bool = True
