@@ -147,3 +147,78 @@ def test_arrows_that_are_easily_turned(room: str, line: str, target: str, tmp_pa
     folder.mkdir(parents=True)
     (folder / (f"{room}.py" if room.startswith("__") else "one.py")).write_text(line + "\n")
     assert {target for _, target in violations(tmp_path / "realvr")} == {target}
+
+
+# ---------------------------------------------------------------------- one implementation
+
+
+ONLY = {
+    "os.replace": {"runs/files.py", "runs/lock.py"},  # a lock is taken over, not published
+    "os.rename": set(),
+    "rename": set(),
+    "Path.replace": set(),
+    "Image.open": {"imaging/processing.py"},
+    "open for appending": {"runs/journal.py", "demo/team.py"},  # the log of a process of the demo holds no records
+    "os.link": {"runs/lock.py", "data/export_common.py"},  # a lock, and images that are linked into an export
+    "rich.progress": {"runs/progress.py"},
+    "os.fsync": {"runs/files.py", "runs/journal.py", "training/statefile.py"},
+    "RunLock": {"runs/lock.py"},
+    "lock.hold": {"runs/folder.py", "cli/pairs.py"},
+}
+"""What only these files do; everybody else calls them."""
+
+
+def done_in(tree: ast.Module) -> Iterator[str]:
+    """Which of the things of `ONLY` a module does."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "rich.progress":
+            yield "rich.progress"
+        if isinstance(node, ast.ImportFrom) and any(name.name == "hold" for name in node.names):
+            yield "lock.hold"
+        if not isinstance(node, ast.Call):
+            continue
+        call = ast.unparse(node.func)
+        method = call.rpartition(".")[2] if isinstance(node.func, ast.Attribute) else ""
+        if call in ONLY:
+            yield call
+        elif method == "rename":
+            yield "rename"
+        elif method == "replace" and len(node.args) == 1 and not node.keywords:  # that of a text has two
+            yield "Path.replace"
+        elif method == "hold":
+            yield "lock.hold"
+        elif method == "open" or call == "open":
+            modes = [
+                argument.value
+                for argument in [*node.args, *(word.value for word in node.keywords)]
+                if isinstance(argument, ast.Constant)
+            ]
+            if any(isinstance(mode, str) and re.fullmatch("[bt+]*a[bt+]*", mode) for mode in modes):
+                yield "open for appending"
+
+
+@pytest.mark.parametrize("what", ONLY)
+def test_one_place_does_it(what: str) -> None:
+    files = {
+        str(file.relative_to(PACKAGE))
+        for file in PACKAGE.rglob("*.py")
+        if what in done_in(ast.parse(file.read_text(encoding="utf-8")))
+    }
+    assert files <= ONLY[what]
+
+
+ELSEWHERE = {
+    "os.replace": "import os\nos.replace(part, path)",
+    "rename": "partial.rename(final)",
+    "Path.replace": "part.replace(path)",
+    "Image.open": "from PIL import Image\nimage = Image.open(path)",
+    "open for appending": "with path.open('ab') as file: ...",
+    "rich.progress": "from rich.progress import Progress",
+    "lock.hold": "from realvr.runs.lock import hold",
+}
+
+
+@pytest.mark.parametrize("what", ELSEWHERE)
+def test_a_second_implementation_is_seen(what: str) -> None:
+    assert what in done_in(ast.parse(ELSEWHERE[what]))
+    assert not list(done_in(ast.parse("text.replace('a', 'b')\nreplace(sample, id='1')\npath.open('rb')\nopen(path)")))

@@ -32,6 +32,7 @@ from realvr.data.readers.visual_cot import BOX_REQUEST
 from realvr.data.reasons import BadRow, FileError
 from realvr.data.sample import Box, Sample
 from realvr.errors import UserError
+from realvr.runs.files import publish
 
 
 def write(samples: Iterable[Sample], to: str, out: str | Path, strict: bool = True, link: bool = False) -> Written:
@@ -57,7 +58,7 @@ def write(samples: Iterable[Sample], to: str, out: str | Path, strict: bool = Tr
     try:
         write_all = partial(WRITERS[key], link=True) if link else WRITERS[key]
         written = write_all(samples, part, strict)
-        part.replace(path)
+        publish(part, path)
     finally:
         with suppress(OSError):  # where even the folder could not be made
             part.unlink(missing_ok=True)

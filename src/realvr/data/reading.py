@@ -19,6 +19,7 @@ from realvr.data.reasons import BadRow
 from realvr.data.sample import ImageRef, Sample
 from realvr.errors import UserError
 from realvr.imaging.files import ImageError
+from realvr.runs.files import publish
 
 DETAIL = 300
 """Characters of a detail that are shown: a damaged row may quote a name of any length."""
@@ -74,7 +75,7 @@ class Report:
             if self._file is not None:
                 self._file.close()
                 if (part := _part(target)) != target:
-                    os.replace(part, target.resolve())
+                    publish(part, target.resolve())
                 self._file, self._listed = None, True
             elif not self._listed and is_quarantine(target):
                 target.unlink()

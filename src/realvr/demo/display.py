@@ -9,14 +9,13 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from realvr.demo.choice import choice
 from realvr.demo.files import last_metrics, progress
 from realvr.demo.plan import Step
 from realvr.demo.summary import headline
 from realvr.demo.team import Watcher
-from realvr.runs.progress import interval
+from realvr.runs.progress import Bars, interval
 
 _START = 6.0
 """Seconds until a process has imported what it needs."""
@@ -33,26 +32,25 @@ class Display(Watcher):
         """Cost of what this run has completed, which tells how fast the machine is."""
         self._from: dict[str, tuple[float, int]] = {}
         self._every, self._said = interval(), time.monotonic()
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[text]}"))
-        self.bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._total = self.bars.add_task("demo", total=sum(step.cost for step in steps), text="")
-        self._tasks: dict[str, TaskID] = {}
+        self.bars = Bars(console)
+        self._total = self.bars.add("demo", sum(step.cost for step in steps))
+        self._tasks: dict[str, int] = {}
 
     def __enter__(self) -> Display:
-        self.bars.start()
+        self.bars.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.bars.stop()
+        self.bars.__exit__()
 
     # ------------------------------------------------------------------ what happens
 
     def begun(self, step: Step) -> None:
         already = progress(self.folder, step)
         self._from[step.name] = (time.monotonic(), already)
-        self._tasks[step.name] = self.bars.add_task(f"  {step.title}", total=step.units or None, text="")
+        self._tasks[step.name] = self.bars.add(f"  {step.title}", step.units or None)
         if already and not self.console.is_terminal:
             self._say(f"{step.title}: goes on after {already} of {step.units}")
 
@@ -62,10 +60,10 @@ class Display(Watcher):
             return
         for step in running:
             count = progress(self.folder, step)
-            self.bars.update(self._tasks[step.name], completed=count, text=self._state(step, count))
+            self.bars.set(self._tasks[step.name], count, note=self._state(step, count))
         partial = sum(step.cost * self._share(step) for step in running)
         before = sum(step.cost for step in self.steps if step.name in self.complete)
-        self.bars.update(self._total, completed=before + partial, text=self._overall(running))
+        self.bars.set(self._total, before + partial, note=self._overall(running))
 
     def _lines(self, running: Sequence[Step]) -> None:
         """Where nobody watches: what runs, about every 30 seconds."""
@@ -77,7 +75,7 @@ class Display(Watcher):
     def finished(self, step: Step, outcome: dict[str, Any]) -> None:
         self.complete.add(step.name)
         self.own_cost += step.cost
-        self.bars.remove_task(self._tasks.pop(step.name))
+        self.bars.remove(self._tasks.pop(step.name))
         number = f"step {len(self.complete)} of {len(self.steps)}"
         found = headline(self.folder, step)
         text = f"{number}  {step.title}{': ' + found if found else ''}  ({clock(outcome['seconds'])})"

@@ -6,7 +6,6 @@ Nothing here or there imports torch.
 from __future__ import annotations
 
 import io
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -14,7 +13,7 @@ from typing import Any, BinaryIO, TypeVar
 from PIL import Image, UnidentifiedImageError
 
 from realvr.errors import UserError
-from realvr.imaging.processing import MAX_IMAGE_PIXELS, open_image
+from realvr.imaging.processing import MAX_IMAGE_PIXELS, open_image, read_header
 
 IMAGE_MISSING = "image_missing"
 IMAGE_NOT_A_FILE = "image_not_a_file"
@@ -54,14 +53,11 @@ def read_file(path: Path, name: str) -> bytes:
 def _within_bound(source: BinaryIO, name: str, use: Callable[[Image.Image], _T]) -> _T:
     """Open ``source``, check its declared size before any pixel is decoded, and apply ``use``."""
     try:
-        with warnings.catch_warnings():
-            # Pillow only warns between half the bound and the bound; those sizes are allowed here.
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            with Image.open(source) as image:
-                width, height = image.size
-                if width * height > MAX_IMAGE_PIXELS:
-                    raise Image.DecompressionBombError(f"{width}x{height}")
-                return use(image)
+        with read_header(source) as image:
+            width, height = image.size
+            if width * height > MAX_IMAGE_PIXELS:
+                raise Image.DecompressionBombError(f"{width}x{height}")
+            return use(image)
     except Image.DecompressionBombError as error:
         limit = f"the limit of {MAX_IMAGE_PIXELS:,} pixels"
         raise ImageError(IMAGE_TOO_LARGE, f"{name}: over {limit} ({error}); scale it down first") from None

@@ -86,11 +86,19 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def read_header(file: Any) -> Image.Image:
+    """An image of which only the header has been read. No other code opens images with Pillow.
+
+    Pillow only warns between half of `MAX_IMAGE_PIXELS` and all of it; those sizes are allowed here.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        return Image.open(file)
+
+
 def _open(file: Any, name: str) -> Image.Image:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(file)  # reads the header only
+        image = read_header(file)
     except Image.DecompressionBombError as error:
         raise UserError(f"{name} is too large: {_one_line(error)}") from error
     except UnidentifiedImageError as error:

@@ -22,6 +22,7 @@ from realvr.report.provenance import provenance
 from realvr.report.results import Arm, Results
 from realvr.report.scores import ablation, benchmarks, sweep
 from realvr.report.training import training
+from realvr.runs.files import publish
 from realvr.training.records import BASELINE
 from realvr.widgets import Section, tables_of
 
@@ -107,10 +108,10 @@ def _write(out: Path, texts: dict[str, str]) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            partial = out / f".{name}.{os.getpid()}"
+            partial = out / f".{name}.{os.getpid()}"  # two reports may be written at once
             # Half a surrogate pair, as a folder name may hold it, has no UTF-8.
             partial.write_text(text, encoding="utf-8", errors="replace")
-            os.replace(partial, out / name)
+            publish(partial, out / name)
     except OSError as error:
         raise UserError(
             f"{out}: the report cannot be written there ({error.strerror or error}); name another --out"

@@ -41,11 +41,17 @@ def write_atomically(path: Path, data: str | bytes) -> None:
                 target.write(data.encode() if isinstance(data, str) else data)
                 target.flush()
                 os.fsync(target.fileno())
-            os.replace(temporary, path)
+            publish(temporary, path)
         except OSError:
             with suppress(OSError):
                 temporary.unlink()  # half a file only takes the space that is missing
             raise
+
+
+def publish(part: Path, path: Path) -> None:
+    """Give what was written under another name, a file or a folder, its own: whole or not at all."""
+    with naming(path):
+        os.replace(part, path)
         sync(path.parent)
 
 

@@ -13,7 +13,17 @@ from datetime import timedelta
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 SECONDS = "REALVR_PROGRESS_SECONDS"
 """Environment variable: seconds between lines where nobody watches; 0 switches them off."""
@@ -95,6 +105,48 @@ def busy(what: str, show: bool = True) -> Iterator[None]:
         yield
 
 
+_COLUMNS: dict[str, type[ProgressColumn]] = {
+    "count": MofNCompleteColumn,
+    "share": TaskProgressColumn,
+    "elapsed": TimeElapsedColumn,
+    "left": TimeRemainingColumn,
+}
+
+
+class Bars:
+    """Bars on a terminal, one below the other, each with a title and a note; elsewhere nothing.
+
+    ``columns`` between bar and note: count, share, elapsed, left. With ``stay`` the last state stays on the screen.
+    """
+
+    def __init__(self, console: Console, *columns: str, show: bool = True, stay: bool = False) -> None:
+        chosen = [_COLUMNS[name]() for name in columns]
+        shape = (TextColumn("{task.description}"), BarColumn(bar_width=24), *chosen, TextColumn("{task.fields[note]}"))
+        hidden = not (show and console.is_terminal)
+        self._bars = Progress(*shape, console=console, transient=not stay, disable=hidden)
+
+    def add(self, title: str, total: float | None, done: float = 0) -> int:
+        """One more bar; the number by which it is set."""
+        bar = self._bars.add_task(title, total=total, note="")
+        self._bars.update(bar, completed=done)
+        return bar
+
+    def set(self, bar: int, done: float, title: str | None = None, note: str = "") -> None:
+        """So many are done in all."""
+        self._bars.update(TaskID(bar), completed=done, description=title, note=note)
+
+    def remove(self, bar: int) -> None:
+        """It is complete, or no longer wanted."""
+        self._bars.remove_task(TaskID(bar))
+
+    def __enter__(self) -> Bars:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+
 class Bar:
     """Progress over ``total`` things. ``share`` counts a fraction of the whole instead."""
 
@@ -104,15 +156,8 @@ class Bar:
         self._share = share
         self._begun = time.monotonic()
         console = Console(stderr=True)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn() if share else MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
-        )
-        self._bar = Progress(*columns, console=console, transient=True, disable=not (show and console.is_terminal))
-        self._task = self._bar.add_task(title, total=total, note="")
+        self._bars = Bars(console, "share" if share else "count", "left", show=show)
+        self._bar = self._bars.add(title, total)
         self._ticker = Ticker(self.line, show and not console.is_terminal)
 
     def advance(self, count: float = 1) -> None:
@@ -124,7 +169,7 @@ class Bar:
         self.done = done
         self.title = self.title if title is None else title
         self.note = self.note if note is None else note
-        self._bar.update(self._task, completed=done, description=self.title, note=self.note)
+        self._bars.set(self._bar, done, self.title, self.note)
 
     def line(self) -> str:
         """Where it stands, in one line."""
@@ -142,7 +187,7 @@ class Bar:
 
     def __enter__(self) -> Bar:
         self._begun = time.monotonic()
-        self._bar.start()
+        self._bars.__enter__()
         self._ticker.__enter__()
         return self
 
@@ -150,4 +195,4 @@ class Bar:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ticker.__exit__(kind, error, trace)
-        self._bar.stop()
+        self._bars.__exit__()

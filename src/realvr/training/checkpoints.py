@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from realvr import __version__
 from realvr.data.census import SHOWN
 from realvr.errors import UserError, out_of_memory
-from realvr.runs.files import read_json, sync
+from realvr.runs.files import publish, read_json, sync
 from realvr.runs.hashes import difference, digests
 from realvr.training.configuration import differences
 from realvr.training.dropping import ReadsData
@@ -118,15 +118,14 @@ class Checkpoints:
         }
         write_text(partial / "run.json", json.dumps(run, indent=1))
         sync(partial)
-        partial.rename(final)
-        sync(self.root)
+        publish(partial, final)
         self._prune()
 
     def _prune(self) -> None:
         """Keep the newest. A checkpoint loses its name before its content, so that half of one is never found."""
         for old in self.complete()[: -self.settings.keep]:
             doomed = old.with_name(f".{old.name}.partial")
-            old.rename(doomed)
+            publish(old, doomed)
             shutil.rmtree(doomed)
 
     def _together(self, name: str, action: Callable[[], None], partial: Path | None = None) -> None:

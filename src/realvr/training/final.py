@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from realvr.errors import UserError, explained
-from realvr.runs.files import sync
+from realvr.runs.files import publish, sync
 from realvr.training import configuration
 from realvr.training.card import TAG, base_model, card
 from realvr.training.engine import Engine
@@ -52,7 +52,6 @@ def _publish(partial: Path, final: Path, old: Path, settings: TrainSettings, val
     for path in partial.rglob("*"):
         sync(path)
     if final.exists():
-        final.rename(old)
-    partial.rename(final)
-    sync(final.parent)
+        publish(final, old)
+    publish(partial, final)
     shutil.rmtree(old, ignore_errors=True)

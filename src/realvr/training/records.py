@@ -17,6 +17,7 @@ import yaml
 from typing_extensions import TypedDict
 
 from realvr.errors import UserError
+from realvr.runs.journal import whole_lines
 from realvr.runs.records import ResultFile, Text
 
 METHOD, METRICS, SETTINGS = "method.json", "metrics.jsonl", "settings.yaml"
@@ -105,11 +106,7 @@ def number_of(step: Step) -> int:
 
 def read_steps(path: Path) -> list[Step]:
     """Lines of ``metrics.jsonl``, in order. A last line that a kill cut short is left out."""
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
-    return [_step(line, path, number) for number, line in enumerate(lines[:-1], 1)]
+    return [_step(line, path, number) for number, line in enumerate(whole_lines(path), 1)]
 
 
 def _step(line: bytes, path: Path, number: int) -> Step:

@@ -16,12 +16,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from realvr.runs.guard import note
 from realvr.runs.journal import Appender, keep_lines
-from realvr.runs.progress import Ticker, duration
+from realvr.runs.progress import Bars, Ticker, duration
 from realvr.training.sections import LogSettings
 
 LINE = {
@@ -57,7 +56,7 @@ class Tracker:
         self._metrics: Appender | None = None
         self._completions: Appender | None = None
         self._board: Any = None
-        self._bar: Progress | None = None
+        self._bars: Bars | None = None
         self._durations: deque[float] = deque(maxlen=20)
         self._step, self._begun = step, time.monotonic()
         self._ticker = Ticker(self._waiting, active and settings.console and not self.console.is_terminal)
@@ -75,15 +74,8 @@ class Tracker:
 
             self._board = Board(self.out / "tensorboard", step + 1)
         if self.settings.console and self.console.is_terminal:
-            columns = (
-                BarColumn(bar_width=20),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[line]}"),
-            )
-            self._bar = Progress(*columns, console=self.console)
-            self._bar.add_task("", total=self.steps, completed=step, line="")
-            self._bar.start()
+            self._bars = Bars(self.console, "count", "elapsed", stay=True).__enter__()
+            self._bar = self._bars.add("", self.steps, step)
         self._ticker.__enter__()
 
     def _waiting(self) -> str:
@@ -102,8 +94,8 @@ class Tracker:
         if self._board is not None:
             self._board.add(step, metrics)
         line = self._line(metrics, step)
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step, line=line)
+        if self._bars is not None:
+            self._bars.set(self._bar, step, note=line)
         elif self.settings.console and (step % self.settings.every == 0 or step == self.steps or self._ticker.due):
             self.console.print(f"step {step}/{self.steps}  {line}", highlight=False)
             self._ticker.said()
@@ -142,8 +134,8 @@ class Tracker:
     def close(self) -> None:
         """Finish the files and the display."""
         self._ticker.__exit__(None, None, None)
-        if self._bar is not None:
-            self._bar.stop()
+        if self._bars is not None:
+            self._bars.__exit__()
         for file in (self._metrics, self._completions, self._board):
             if file is not None:
                 with suppress(OSError):  # every line was flushed when it was written: what fails now failed then

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from realvr.backbone.released import as_released, save_weights
 from realvr.errors import UserError, explained
 from realvr.families import FAMILIES, Family
+from realvr.runs.files import publish
 from realvr.zoo import mini
 from realvr.zoo.tiny_tokenizer import SPECIALS, build_tokenizer
 
@@ -317,7 +318,7 @@ def build(family: str, size: str, directory: Path, seed: int = 0) -> Path:
             _save_processors(FAMILIES[family], shape, staging)
             directory.mkdir(exist_ok=True)
             for path in sorted(staging.iterdir(), key=lambda path: path.name == "config.json"):
-                path.replace(directory / path.name)
+                publish(path, directory / path.name)
     except Exception as error:  # a parent that is a file, no permission, a full disk: libraries wrap it in their own
         if explained(error) is None and not isinstance(error, OSError):
             raise
