@@ -97,6 +97,6 @@ def _engines(versions: dict[str, Any]) -> dict[str, Any]:
 
 def _through(packages: tuple[str, ...], versions: dict[str, Any]) -> str | None:
     """The packages with their versions; None where one is missing."""
-    found = {name: versions.get(name) or _version(name) for name in packages}
-    listed = ", ".join(f"{name} {version}" for name, version in found.items())
-    return f"through {listed}" if all(found.values()) else None
+    installed = {name: versions.get(name) or _version(name) for name in packages}
+    listed = ", ".join(f"{name} {version}" for name, version in installed.items())
+    return f"through {listed}" if all(installed.values()) else None

@@ -1,6 +1,6 @@
 """TensorBoard files, written line by line.
 
-torch's own writer does it in a thread, which says with a traceback of its own what a full disk does to it.
+torch's own writer uses a thread, which prints a traceback when the disk is full.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from realvr.runs.files import naming
 
 
 class Board:
-    """Scalars of one run. What earlier files say about steps from ``first`` on no longer counts."""
+    """Scalars of one run. Those of earlier files from step ``first`` on are superseded."""
 
     def __init__(self, folder: Path, first: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)

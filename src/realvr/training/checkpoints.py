@@ -122,7 +122,7 @@ class Checkpoints:
         self._prune()
 
     def _prune(self) -> None:
-        """Keep the newest. A checkpoint loses its name before its content, so that half of one is never found."""
+        """Remove all but the newest. A checkpoint is renamed before it is deleted: half of one is never read."""
         for old in self.complete()[: -self.settings.keep]:
             doomed = old.with_name(f".{old.name}.partial")
             publish(old, doomed)
@@ -149,11 +149,11 @@ class Checkpoints:
 
     def complete(self) -> list[Path]:
         """Whole checkpoints, oldest first."""
-        found = self.root.iterdir() if self.root.is_dir() else ()
-        return sorted((path for path in found if _COMPLETE.fullmatch(path.name)), key=_number)
+        folders = self.root.iterdir() if self.root.is_dir() else ()
+        return sorted((path for path in folders if _COMPLETE.fullmatch(path.name)), key=_number)
 
     def resume(self, task: Task, settings: TrainSettings) -> Progress:
-        """Continue as ``checkpoint.resume`` says; returns where the run stands. Leftovers of a killed write go."""
+        """Continue as ``checkpoint.resume`` says; returns where the run stands. Removes leftovers of a killed write."""
         if self.engine.main and self.root.is_dir():
             for leftover in self.root.glob(".step-*.partial"):
                 shutil.rmtree(leftover)
@@ -171,7 +171,7 @@ class Checkpoints:
             state = read_state(path / f"rank-{self.engine.rank}")
             task.load_state_dict(state["task"])
             self.engine.set_rng_state(state["generators"])
-        except Exception as error:  # whatever the code that takes a state makes of one that is damaged
+        except Exception as error:  # a damaged state can raise anything
             if isinstance(error, UserError) or out_of_memory(error):
                 raise
             what = " ".join(f"{type(error).__name__}: {error}".split())
@@ -180,25 +180,25 @@ class Checkpoints:
 
     def _chosen(self) -> Path | None:
         """The checkpoint to continue from, the same on every rank."""
-        wanted, found = self.settings.resume, self.complete()
+        wanted, whole = self.settings.resume, self.complete()
         if wanted == "auto":
-            newest: Path | None = self.engine.gather_objects(found[-1] if found else None)[0]
+            newest: Path | None = self.engine.gather_objects(whole[-1] if whole else None)[0]
             return newest
         if wanted == "never":
-            if found or (self.out / "metrics.jsonl").exists():
+            if whole or (self.out / "metrics.jsonl").exists():
                 raise UserError(f"{self.out} already holds a run: choose another run.out, or checkpoint.resume auto")
             return None
         path = Path(wanted)
         if not (path / "run.json").is_file() or not _COMPLETE.fullmatch(path.name):
-            hint = f"; this run has {', '.join(p.name for p in found)}" if found else ""
+            hint = f"; this run has {', '.join(p.name for p in whole)}" if whole else ""
             raise UserError(f"checkpoint.resume: {path} is not a checkpoint (auto, never, or a step-N folder){hint}")
-        newer = [other for other in found if _number(other) > _number(path)]
+        newer = [other for other in whole if _number(other) > _number(path)]
         if newer:
             raise UserError(f"{newer[-1]} is newer than {path}: remove what is newer, or choose another run.out")
         return path
 
     def _refuse_other_data(self, path: Path, task: Task) -> None:
-        """Notice data files and images that are not as they were when the checkpoint was written."""
+        """Refuse data files and images that have changed since the checkpoint was written."""
         changes: list[str] = []
         if self.engine.main and isinstance(task, ReadsData) and (path / "data.json").exists():
             before = read_state(path / "data")
@@ -229,16 +229,16 @@ class Checkpoints:
             raise UserError(f"{path}: the frozen weights differ from those the run started with (model.path)")
 
     def _refuse_changed(self, path: Path, run: dict[str, Any]) -> None:
-        """Every file must be the one that was written. One rank reads them all, and all hear of it."""
-        found, written = None, run.get("sha256", {})  # not in those of earlier versions
+        """Every file must be the one that was written. One rank reads them and tells the others."""
+        changed, written = None, run.get("sha256", {})  # not in those of earlier versions
         if not isinstance(written, dict):
             raise ValueError(f"run.json: sha256 is {written!r}")
         if self.engine.main:
             try:
-                found = difference(written, digests(file for file in path.iterdir() if file.name in written))
+                changed = difference(written, digests(file for file in path.iterdir() if file.name in written))
             except OSError as error:
-                found = f"{error.filename} cannot be read ({error.strerror})"
-        problem = self.engine.gather_objects(found)[0]
+                changed = f"{error.filename} cannot be read ({error.strerror})"
+        problem = self.engine.gather_objects(changed)[0]
         if problem:
             raise UserError(
                 f"{path}: {problem}: it is damaged, was changed, or holds files of another checkpoint; a run cannot "
@@ -255,11 +255,11 @@ def _with_defaults(before: dict[str, Any], settings: TrainSettings) -> dict[str,
 
 
 def _progress(values: dict[str, Any], step: int) -> Progress:
-    found = Progress(**values)
-    counts = [found.bad_in_a_row, found.skipped, found.step]
+    progress = Progress(**values)
+    counts = [progress.bad_in_a_row, progress.skipped, progress.step]
     if any(type(count) is not int for count in counts) or not 0 <= counts[0] <= counts[1] <= counts[2] == step:
         raise ValueError(f"run.json: progress is {values}")
-    return found
+    return progress
 
 
 def _number(path: Path) -> int:

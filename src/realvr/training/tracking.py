@@ -1,4 +1,4 @@
-"""What a run leaves behind while it runs: JSONL always, TensorBoard if wanted, and a console that says how it goes."""
+"""Records of a run while it runs: JSONL always, TensorBoard on request, and progress on the console."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _CUT = ("question", "completion")
 """Columns of a table that may be shortened: around an answer, never inside it."""
 _ANSWER = re.compile(r"(<answer>.*?</answer>)", re.DOTALL)
 _WIDTH = 160
-"""Columns of a table where nobody watches."""
+"""Width of a table off a terminal."""
 
 
 class Tracker:
     """Records of one run, written by the main process only; on the others every call does nothing.
 
-    ``step`` is the number of optimizer steps done when the run starts or resumes: what files say about later steps
-    came from a process that was killed, and is cut off.
+    ``step`` is the number of optimizer steps done when the run starts or resumes: records of later
+    steps came from a process that was killed, and are cut off.
     """
 
     def __init__(self, out: Path, settings: LogSettings, steps: int, step: int = 0, active: bool = True) -> None:
@@ -79,7 +79,7 @@ class Tracker:
         self._ticker.__enter__()
 
     def _waiting(self) -> str:
-        """For a step that takes long, where nobody watches."""
+        """Line for a long step, off a terminal."""
         if self._step >= self.steps:
             return f"step {self._step}/{self.steps}: done, finishing the run"
         return f"step {self._step + 1}/{self.steps}: {duration(time.monotonic() - self._begun)} in this step"
@@ -123,7 +123,7 @@ class Tracker:
         self.console.print(table)
 
     def note(self, text: str) -> None:
-        """One line for the person watching."""
+        """Print one line."""
         if self.active:
             self.console.print(text, highlight=False, markup=False)
 

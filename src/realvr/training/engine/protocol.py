@@ -3,9 +3,8 @@
 `Ranks` is what a method sees, `Engine` what the loop sees; nothing else in ``realvr.training`` knows accelerate or
 torch.distributed. Every rank makes the same calls in the same order, whatever happens on one of them.
 
-A new engine is one file in this package with a subclass of `Engine`: ``start_engine`` takes it where the launcher asks
-for it, and ``realvr env`` lists it. ``accelerate`` averages gradients over ranks while the losses of the ranks add up:
-`Engine.backward` makes good for it.
+A new engine is one file in this package with a subclass of `Engine`: `start_engine` chooses it where the launcher asks
+for it, and ``realvr env`` lists it.
 """
 
 from __future__ import annotations
