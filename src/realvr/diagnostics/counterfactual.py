@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from realvr.answers import parser
+from realvr.answers import POLICIES
 from realvr.diagnostics import counterfactual_summary, results
 from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, Samples, Shown
 from realvr.diagnostics.counterfactual_summary import RATES, summarise_pairs
@@ -60,7 +60,8 @@ class AnswerSettings(DiagnosticSettings):
     @field_validator("policy")
     @classmethod
     def _known(cls, policy: str) -> str:
-        parser(policy, "evaluation")  # refuses what it does not know
+        if policy not in POLICIES:
+            raise UserError(f"--policy is '{policy}': choose one of {', '.join(POLICIES)}")
         return policy
 
 

@@ -238,7 +238,7 @@ class Run:
         ranks, path = self.ranks, self._journal(diagnostic)
         journal = Journal(path, diagnostic.key, ranks.rank, ranks.world)
         own = sum(map(len, share_of(items, size, ranks)))
-        with Bar(diagnostic.name, own, show=ranks.rank == 0) as bar:
+        with Bar(f"{diagnostic.name}, {diagnostic.unit}", own, show=ranks.rank == 0) as bar:
             measure_all(diagnostic, self.model, items, journal, size, ranks, bar)
         ranks.barrier()
         if ranks.world == 1 or ranks.rank:
