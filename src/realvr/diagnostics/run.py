@@ -241,9 +241,12 @@ class Run:
         with Bar(f"{diagnostic.name}, {diagnostic.unit}", own, show=ranks.rank == 0) as bar:
             measure_all(diagnostic, self.model, items, journal, size, ranks, bar)
         ranks.barrier()
-        if ranks.world == 1 or ranks.rank:
+        if ranks.rank:
             return journal
         places = {item.id: place // size for place, item in enumerate(items)}
+        order = [places.get(record[diagnostic.item], len(places)) for record in journal.records]
+        if ranks.world == 1 and order == sorted(order):
+            return journal
         merge(path, diagnostic.key, lambda record: places.get(record[diagnostic.item], len(places)))
         return Journal(path, diagnostic.key)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +29,11 @@ class Reading:
     after: State | None = None
     """After ``<|lvr_end|>``, or after the prompt where K = 0."""
     latents_RKD: Tensor | None = None
+
+    def spans(self) -> Iterator[tuple[Sample, Tensor]]:
+        """Samples that could be read, each with its latents (K, D)."""
+        if self.latents_RKD is not None:
+            yield from zip(self.samples, self.latents_RKD, strict=True)
 
 
 def prompt_of(backbone: Backbone, sample: Sample, pictures: Sample, latents: int) -> Prompt:

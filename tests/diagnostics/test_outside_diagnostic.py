@@ -1,0 +1,257 @@
+"""A diagnostic in a file of the user: measured with a kill and several processes, summary, report, lists, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import realvr
+from pair_cases import world_samples
+from realvr.backbone import Backbone
+from realvr.backbone.samples import conversation
+from realvr.data.export import write as export
+from realvr.data.reading import read
+from realvr.diagnostics import DIAGNOSTICS, RunSettings, diagnose
+from realvr.errors import UserError
+from realvr.latent.group_rollout import rollout
+from realvr.latent.sampling import Sampling
+from realvr.registry import load_file
+from stage_runs import LATENTS, with_markers, world, write
+
+TOY = Path(__file__).resolve().parents[1] / "toys" / "toy_diagnostic.py"
+DOCS = TOY.parents[2] / "docs" / "diagnostics.md"
+PACKAGE = Path(realvr.__file__).parent
+COUNT = 12
+
+
+@pytest.fixture(scope="module")
+def model(build_tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_markers(build_tiny("qwen2.5-vl"), tmp_path_factory.mktemp("models") / "model")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Questions, the third with a picture that is damaged after it was written."""
+    path = write(world(COUNT), tmp_path_factory.mktemp("data"))
+    broken = path.parent / json.loads(path.read_text().splitlines()[2])["images"][0]
+    broken.write_bytes(broken.read_bytes()[:90])
+    return path
+
+
+def start(*args: object, plugin: Path | None = TOY) -> subprocess.Popen[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGE.parent), "CUDA_VISIBLE_DEVICES": ""}
+    named = ["--plugin", str(plugin)] if plugin else []
+    return subprocess.Popen(
+        [sys.executable, "-m", "realvr", *map(str, args), *named],
+        env=environment | {"COLUMNS": "200"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def run(*args: object, plugin: Path | None = TOY, code: int = 0) -> str:
+    """What a verb prints, on both streams."""
+    process = start(*args, plugin=plugin)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == code, out + err
+    return out + err
+
+
+def command(model: Path, data: Path, out: Path, *more: object) -> list[object]:
+    return ["diagnose", "span-norm", model, data, "--out", out, "--device", "cpu", "--batch", 1, *more]
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "span-norm.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    out = tmp_path_factory.mktemp("finished") / "run"
+    return out, run(*command(model, data, out, "--power", "3"))
+
+
+def test_its_numbers_are_those_of_single_questions(finished: tuple[Path, str], model: Path, data: Path) -> None:
+    out, said = finished
+    backbone = Backbone.load(model, device="cpu")
+    norms = {}
+    for place, sample in enumerate(read(data)):
+        if place != 2:
+            prompt = backbone.prompt(conversation(sample, [image.open() for image in sample.images]))
+            span = rollout(backbone, [prompt], sampling=Sampling(temperature=0.0, max_new=1), latents=LATENTS)
+            norms[sample.id] = (np.abs(span.latents_BKD[0].double().numpy()) ** 3).sum(-1) ** (1 / 3)
+    found = {record["id"]: record["norms"] for record in records(out) if record["error"] is None}
+    assert list(found) == list(norms) and len(norms) == COUNT - 1
+    for name, expected in norms.items():
+        assert found[name] == pytest.approx(expected.tolist(), rel=1e-4)
+    summary = json.loads((out / "span-norm.json").read_text())
+    assert summary["norm"]["mean"] == pytest.approx(np.mean([one.mean() for one in norms.values()]), rel=1e-4)
+    assert summary["norm"]["pairs"] == COUNT - 1
+    assert summary["settings"]["power"] == 3.0 and summary["settings"]["latents"] == LATENTS
+    shown = f"{summary['norm']['mean']:.4f}"
+    assert "| arm | mean norm |" in (out / "span-norm.md").read_text() and shown in (out / "span-norm.md").read_text()
+    assert f"Norms,{model},mean norm,{summary['norm']['mean']}" in (out / "span-norm.csv").read_text()
+    assert shown in said and f"1 of {COUNT} questions cannot be read; these are left out (first: " in said
+
+
+def wait_for(parts: Any, process: subprocess.Popen[str], lines: int) -> None:
+    end = time.monotonic() + 120
+    while sum(part.read_bytes().count(b"\n") for part in parts()) < lines:
+        assert process.poll() is None and time.monotonic() < end, "the run did not get going"
+        time.sleep(0.002)
+
+
+def test_a_killed_run_continues_to_the_same_records(
+    finished: tuple[Path, str], model: Path, data: Path, tmp_path: Path
+) -> None:
+    """Two processes, killed and continued, write what one process writes."""
+    whole, cut = finished[0], tmp_path / "cut"
+    args = command(model, data, cut, "--power", "3", "--processes", 2)
+    process = start(*args)
+    wait_for(lambda: list(cut.glob("span-norm.rank*.jsonl")), process, 2)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    left = [part.read_bytes() for part in cut.glob("span-norm.rank*.jsonl")]
+    assert 2 <= sum(part.count(b"\n") for part in left) < COUNT, "it was over before it was killed"
+    said = run(*args)
+    assert "mean norm" in said
+    for name in ("span-norm.jsonl", "span-norm.json", "span-norm.md", "span-norm.csv", "span-norm_settings.json"):
+        assert (cut / name).read_text() == (whole / name).read_text()
+    assert not list(cut.glob("*.rank*"))
+    lines = (cut / "span-norm.jsonl").read_text().splitlines(keepends=True)
+    (cut / "span-norm.jsonl").write_text("".join([lines[0], *lines[3:7]]) + lines[7][:20])  # one process goes on
+    toy = load_file(TOY).SpanNorm
+    diagnose([toy.configure({"power": 3.0})], RunSettings(str(model), data, cut, device="cpu", batch=1))
+    again = [json.loads(line) for line in (cut / "span-norm.jsonl").read_text().splitlines()]
+    assert [record["id"] for record in again] == [json.loads(line)["id"] for line in lines]
+
+
+def test_a_folder_keeps_to_its_settings(finished: tuple[Path, str], model: Path, data: Path) -> None:
+    toy = load_file(TOY).SpanNorm
+    with pytest.raises(UserError, match="power was 3.0, now 2.0.*--out"):
+        diagnose([toy()], RunSettings(str(model), data, finished[0], device="cpu"))
+
+
+def test_it_is_listed_and_explained() -> None:
+    assert re.search(r"span-norm +How long are the latents\? Needs a trained latent span; no value", run("diagnose"))
+    said = run("diagnose", "span-norm", "--help")
+    assert "--power" in said and "The p of the p-norm." in said and "How long are the latents?" in said
+    assert "span-norm" not in run("diagnose", plugin=None)
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def test_an_unknown_setting_is_refused(model: Path, data: Path, tmp_path: Path) -> None:
+    said = run(*command(model, data, tmp_path / "out", "--powre", "3"), code=2)
+    assert "--powre" in said and not (tmp_path / "out").exists()
+    said = run("diagnose", "span-nrom", model, data, "--out", tmp_path / "out", code=2)
+    assert "there is no diagnostic 'span-nrom'; did you mean 'span-norm'?" in said
+    with pytest.raises(
+        UserError, match=r"diagnostic grounding: negative: no such setting \(there are negatives, seed\)"
+    ):
+        DIAGNOSTICS.get("grounding").configure({"negative": 3})
+    with pytest.raises(UserError, match="diagnostic grounding: negatives: Input should be .* equal to 1"):
+        DIAGNOSTICS.get("grounding").configure({"negatives": 0})
+
+
+BROKEN = {
+    "two of one name": ("name = 'span-norm'", "name = 'exchange'", "two diagnostics are called 'exchange'"),
+    "no measure": ("def measure", "def mesure", "SpanNorm lacks measure "),
+    "no needs": ("needs = Needs(span=True)", "", "SpanNorm lacks needs "),
+    "name of a file": ("name = 'span-norm'", "name = 'summary'", "name is 'summary', which another command's files"),
+    "odd name": ("name = 'span-norm'", "name = '../x'", "name is '../x': write small letters"),
+    "common option": ("power: float", "limit: float", "setting 'limit' is an option of every diagnostic"),
+    "no default": ("default=2.0, ", "", "setting 'power' has no default"),
+}
+
+
+@pytest.fixture
+def registry() -> Iterator[Any]:
+    """The registry, as it was again after the test."""
+    DIAGNOSTICS.names()
+    before = dict(DIAGNOSTICS._members)
+    yield DIAGNOSTICS
+    DIAGNOSTICS._members.clear()
+    DIAGNOSTICS._members.update(before)
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_file_that_cannot_be_used_is_named_with_its_line(what: str, registry: Any, tmp_path: Path) -> None:
+    old, new, said = BROKEN[what]
+    text = TOY.read_text().replace('name = "span-norm"', "name = 'span-norm'")
+    assert old in text
+    file = tmp_path / "mine.py"
+    file.write_text(text.replace(old, new))
+    line = 1 + next(n for n, row in enumerate(file.read_text().splitlines()) if row.startswith("class SpanNorm"))
+    with pytest.raises(UserError) as refused:
+        registry.adopt(load_file(file))
+    assert said in str(refused.value) and f"{file}:{line}" in str(refused.value)
+
+
+def test_what_data_or_model_lack_is_named(model: Path, build_tiny: Any, tmp_path: Path) -> None:
+    pairs, plain = tmp_path / "pairs.jsonl", tmp_path / "plain.jsonl"
+    export(iter(world_samples(1)), "jsonl", pairs)
+    rows = [json.loads(line) | {"boxes": []} for line in pairs.read_text().splitlines()]
+    plain.write_text("".join(json.dumps(row | {"pair": None}) + "\n" for row in rows))
+    untrained = build_tiny("qwen2.5-vl")
+    cases: list[tuple[str, Path, Path, dict[str, Any], str]] = [
+        (
+            "grounding",
+            model,
+            plain,
+            {},
+            r"plain.jsonl: none of its 8 samples has evidence boxes, which diagnostic",
+        ),
+        ("distances", model, plain, {}, "plain.jsonl: no counterfactual pair found"),
+        ("exchange", untrained, pairs, {}, r"has no trained latent span \(K = 0\), which diagnostic exchange needs"),
+        ("exchange", model, pairs, {"second_model": "mini"}, "--second-model: diagnostic exchange looks at one model"),
+        ("distances", model, pairs, {"batch": 0}, "--batch is 0"),
+    ]
+    for name, chosen, questions, options, said in cases:
+        settings = RunSettings(str(chosen), questions, tmp_path / "out", device="cpu", **options)
+        with pytest.raises(UserError, match=said):
+            diagnose([DIAGNOSTICS.get(name)()], settings)
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_second_model_is_loaded_where_it_is_needed(model: Path, data: Path, tmp_path: Path, registry: Any) -> None:
+    """And a record for every sample is insisted on."""
+    toy = load_file(TOY).SpanNorm
+
+    class Both(toy):  # type: ignore[misc, valid-type]
+        name = "both"
+        needs = type(toy.needs)(span=True, second_model=True)
+
+        def measure(self, model: Any, samples: Any) -> Any:
+            other = {record["id"]: record for record in super().measure(model.second, samples)}
+            for record in super().measure(model, samples):
+                if record["id"] in other and record["error"] is None:
+                    yield record | {
+                        "norms": [a - b for a, b in zip(record["norms"], other[record["id"]]["norms"], strict=True)]
+                    }
+
+    settings = RunSettings(str(model), data, tmp_path / "out", device="cpu", limit=2)
+    with pytest.raises(UserError, match="diagnostic both compares two models: name the other with --second-model"):
+        diagnose([Both()], settings)
+    two = RunSettings(str(model), data, tmp_path / "out", device="cpu", limit=2, second_model=str(model))
+    found = diagnose([Both()], two)["both"]
+    assert found["norm"]["mean"] == 0.0 and found["norm"]["pairs"] == 2
+    assert found["settings"]["second_model"]["weights"] == found["settings"]["model"]["weights"] != ""
+    three = RunSettings(str(model), data, tmp_path / "more", device="cpu", limit=3, second_model=str(model))
+    with pytest.raises(UserError, match="diagnostic both left .* without a record"):
+        diagnose([Both()], three)
