@@ -5,7 +5,6 @@ Run as ``python stage_runs.py KIND CONFIG [FLAGS]`` it is ``realvr train`` that 
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import socket
@@ -23,6 +22,7 @@ from realvr.data.sample import Sample
 from realvr.training import loop
 from realvr.training.configuration import KINDS
 from realvr.training.engine import Engine, start_engine
+from realvr.training.method import build
 from realvr.training.settings import TrainSettings
 from realvr.world.splits import Recipe, samples
 
@@ -70,7 +70,7 @@ def make(kind: str, raw: dict[str, Any], engine: Engine | None = None) -> tuple[
     """Task, settings and engine of a run, as ``realvr train`` builds them."""
     settings, engine = KINDS[kind].model_validate(raw), engine or start_engine(cpu=True)
     engine.seed(settings.run.seed)
-    return importlib.import_module(f"realvr.training.{kind}").build_task(settings, engine), settings, engine
+    return build(settings, engine), settings, engine
 
 
 def run(kind: str, raw: dict[str, Any], engine: Engine | None = None) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ import naive_stage2 as naive
 import stage_runs
 from golden_cases import CaseImage, make_image
 from pair import gradients
-from realvr.training.methods import PRESETS
+from realvr.training.method import METHODS as TRAINED
 
 pytest.importorskip("math_verify", reason="math-verify judges free answers (pip install math-verify)")
 import batch_oracle
@@ -160,7 +160,7 @@ class Bench:
     def rollouts(self, step: int, task: Any) -> list[Json]:
         """The scripted replies to the prompts of a step, as a run saves them; latents and log-probabilities are any."""
         random = torch.Generator().manual_seed(step)
-        count = 0 if task.settings.method == "direct" else K
+        count = 0 if task.name == "direct" else K
         end = self.oracle.tokenizer.eos_token_id
         found = []
         for start in range(0, BATCH, 2):
@@ -290,7 +290,7 @@ def test_replies_that_were_really_sampled(trained: Path, data: Path, tmp_path: P
 
 
 def test_every_method_is_known_to_the_oracle() -> None:
-    assert set(METHODS) == set(PRESETS) - {"custom"}
+    assert set(METHODS) == {method.name for method in TRAINED if method.stage == "rl"} - {"custom"}
 
 
 def test_the_rows_tell_mistakes_apart(bench: Bench) -> None:
@@ -363,7 +363,7 @@ def test_the_step_on_this_batch_is_the_papers(bench: Bench, method: str, tmp_pat
     task = bench.task(method, tmp_path)
     micro = bench.batch(1, task)
     changes = {name: value for name, value in METHODS[method].items() if name != "latents"}
-    options = naive.Options(temperature=1.0, max_new=task.settings.max_new, **changes)
+    options = naive.Options(temperature=1.0, max_new=task.config.max_new, **changes)
     markers = naive.Markers(*vars(task.backbone.markers).values())
     stock = naive_model(bench, task)
     groups = [group for rolled in bench.rollouts(1, task) for group in rolled["completions"]]
@@ -381,8 +381,8 @@ def naive_model(bench: Bench, task: Any) -> Any:
     """A stock model with the weights that the task trains."""
     from reference import load
 
-    stock = load(bench.plain if task.settings.method == "direct" else bench.marked)
-    if task.settings.method == "direct":  # markers were added when it was loaded
+    stock = load(bench.plain if task.name == "direct" else bench.marked)
+    if task.name == "direct":  # markers were added when it was loaded
         stock.resize_token_embeddings(task.backbone.model.get_input_embeddings().weight.shape[0])
         stock.load_state_dict(task.backbone.model.state_dict())
     return stock

@@ -1,10 +1,8 @@
-"""``realvr train``: the command line around the loop, with a real stage put in place of the paper's."""
+"""``realvr train``: the command line around the loop, with a small task put in place of the paper's methods."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import yaml
@@ -15,9 +13,9 @@ from training_task import Options, RegressionTask
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    stage = ModuleType("realvr.training.base")
-    stage.build_task = lambda settings, engine: RegressionTask(Options(out="", microbatch=4), engine)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "realvr.training.base", stage)
+    monkeypatch.setattr(
+        "realvr.training.method.build", lambda settings, engine: RegressionTask(Options(out="", microbatch=4), engine)
+    )
     path = tmp_path / "config.yaml"
     settings = {
         "model": {"path": "m"},

@@ -27,7 +27,9 @@ from realvr.data.sample import Box, ImageRef, Message, Sample
 from realvr.errors import UserError
 from realvr.latent.prototypes import prototypes
 from realvr.training.examples import Encoder
-from realvr.training.sft_step import SftStep, pack_rows
+from realvr.training.method import Step
+from realvr.training.methods.lvr_sft import LvrSft, LvrSftConfig
+from realvr.training.sft_batch import pack_rows
 from stock_pictures import corner, picture_tokens
 
 SIZES = ((84, 56), (200, 40), (63, 130))  # three grids; for InternVL one tile, a row of tiles, a column of tiles
@@ -96,7 +98,7 @@ def slot_inputs(backbone: Backbone, rows: list[Any]) -> list[Tensor]:
     )
     try:
         with torch.no_grad():
-            SftStep(backbone)(batch)
+            Step(LvrSft(backbone, LvrSftConfig(gradient_checkpointing=False)))(batch)
     finally:
         hook.remove()
     taken = read_by[0][batch.slot_RT].float().cpu()

@@ -87,22 +87,22 @@ def test_a_kept_example_is_not_encoded_again(model: Path, data: Path, tmp_path: 
     task, _, _ = make("base", settings(model, data, tmp_path, data={"keep_encoded": True}))
     for step in range(2):
         task.collect(step)
-    first = dict(task.kept)
+    first = dict(task.rows.kept)
     for step in range(2, 4):
         task.collect(step)
-    assert len(first) == 12 and all(task.kept[name] is rows for name, rows in first.items())
+    assert len(first) == 12 and all(task.rows.kept[name] is rows for name, rows in first.items())
 
 
 def test_everything_is_encoded_at_the_start_by_the_workers(model: Path, data: Path, tmp_path: Path) -> None:
     """In other processes: this one only hears the results."""
     task, _, _ = make("base", settings(model, data, tmp_path, data={"keep_encoded": True, "workers": 2}))
-    task._encode_anew = lambda sample: (_ for _ in ()).throw(ZeroDivisionError(sample.id))
+    task.rows._encode = lambda sample: (_ for _ in ()).throw(ZeroDivisionError(sample.id))
     with pytest.raises(RuntimeError, match="(?s)a process that encodes examples failed.*ZeroDivisionError: "):
         task.collect(0)
     task, _, _ = make("base", settings(model, data, tmp_path, data={"keep_encoded": True, "workers": 2}))
     task.collect(0)
     task.close()
-    assert len(task.kept) == 12
+    assert len(task.rows.kept) == 12
 
 
 @pytest.mark.parametrize("kind", ["sft", "rl"])

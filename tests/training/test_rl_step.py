@@ -26,7 +26,9 @@ from pair import Pair, gradients, relative
 from realvr.backbone import Prompt
 from realvr.latent import prefill, score, splice, think
 from realvr.maths import grpo
-from realvr.training.rl_step import RlBatch, RlOptions, RlStep, options_from
+from realvr.training.method import Step
+from realvr.training.methods.realvr import ReaLVR, ReaLVRConfig
+from realvr.training.rl_batch import RlBatch
 
 K, G, M = 3, 3, 4
 TOLERANCE = 1e-10
@@ -37,27 +39,33 @@ ANSWERS = ((5, 3, 4), (4,))  # lengths of the formatted answers: two wrong ones,
 CONTENT = (((1, 2, 3), (1,), (2, 3)), ((1, 2),))
 NEGATIVES = (2, 3)
 
+
+def configured(**changes: Any) -> ReaLVRConfig:
+    """Settings of the method, also combinations that a settings file may not have."""
+    return ReaLVRConfig(type="custom", memory="cached").model_copy(update=changes)
+
+
 MASS_MATCHED = {
-    f"mass-matched {where}{what}": RlOptions(routing=routing, objective=objective, mass_matched=True)
+    f"mass-matched {where}{what}": configured(routing=routing, objective=objective, mass_matched=True)
     for where, routing in (("U", "uniform"), ("C", "selective"))
     for what, objective in (("+", "hinge-positive"), ("+-", "contrast"))
 }
-VARIANTS: dict[str, RlOptions] = {
-    "realvr": RlOptions(),
-    "lambda 0": RlOptions(lambda_ev=0.0),
-    "uniform": RlOptions(routing="uniform"),
-    "selective only": RlOptions(eta=0.0),
-    "raw attention": RlOptions(routing="raw"),
-    "no negatives, hinge": RlOptions(objective="hinge-positive"),
-    "no negatives, align": RlOptions(objective="align"),
-    "undetached": RlOptions(detach=False),
-    "undetached mass-matched": RlOptions(detach=False, mass_matched=True),
-    "off-policy": RlOptions(on_policy=False),
-    "off-policy undetached": RlOptions(on_policy=False, detach=False),
+VARIANTS: dict[str, ReaLVRConfig] = {
+    "realvr": configured(),
+    "lambda 0": configured(lambda_ev=0.0),
+    "uniform": configured(routing="uniform"),
+    "selective only": configured(eta=0.0),
+    "raw attention": configured(routing="raw"),
+    "no negatives, hinge": configured(objective="hinge-positive"),
+    "no negatives, align": configured(objective="align"),
+    "undetached": configured(detach=False),
+    "undetached mass-matched": configured(detach=False, mass_matched=True),
+    "off-policy": configured(on_policy=False),
+    "off-policy undetached": configured(on_policy=False, detach=False),
     **MASS_MATCHED,
-    "dr_grpo": RlOptions(reduction="dr_grpo", max_new=7),
-    "bnpo, wide upper clip": RlOptions(reduction="bnpo", clip=0.1, clip_high=0.3, temperature=1.3),
-    "kl": RlOptions(beta=0.4, reduction="bnpo"),
+    "dr_grpo": configured(reduction="dr_grpo", max_new=7),
+    "bnpo, wide upper clip": configured(reduction="bnpo", clip=0.1, clip_high=0.3, temperature=1.3),
+    "kl": configured(beta=0.4, reduction="bnpo"),
 }
 ONE_FAMILY = pytest.mark.parametrize("family", ["gemma3"], indirect=True)  # windows, two-way images, tied embeddings
 
@@ -146,7 +154,7 @@ def make_data(pair: Pair, latents: int = K) -> Data:
 
 
 def policy_logp(pair: Pair, data: Data, temperature: float = 0.6) -> Tensor:
-    micro = our_batch(pair, data, RlOptions())
+    micro = our_batch(pair, data, configured())
     with torch.no_grad():
         state, _ = splice(pair.ours, prefill(pair.ours, micro.batch)[0], micro.latents_BKD)
         forbidden = pair.ours.forbidden_ids()
@@ -165,7 +173,7 @@ def padded(groups: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
     return values, real
 
 
-def our_batch(pair: Pair, data: Data, options: RlOptions, step: Data | None = None) -> RlBatch:
+def our_batch(pair: Pair, data: Data, options: ReaLVRConfig, step: Data | None = None) -> RlBatch:
     """The data as the step takes it. ``step`` is the data of the whole optimizer step, if this is a part of it."""
     backbone, examples = pair.ours, data.examples
     whole = (step or data).examples
@@ -203,13 +211,13 @@ def our_batch(pair: Pair, data: Data, options: RlOptions, step: Data | None = No
     )
 
 
-def ours(pair: Pair, data: Data, options: RlOptions, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
+def ours(pair: Pair, data: Data, options: ReaLVRConfig, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
     """Loss and metrics of our step."""
     step = kwargs.pop("step", None)
-    return RlStep(pair.ours, options)(our_batch(pair, data, options, step), **kwargs)
+    return Step(ReaLVR(pair.ours, options))(our_batch(pair, data, options, step), **kwargs)
 
 
-def right(pair: Pair, data: Data, options: RlOptions, **kwargs: Any) -> naive.Outcome:
+def right(pair: Pair, data: Data, options: ReaLVRConfig, **kwargs: Any) -> naive.Outcome:
     """What the reference says."""
     named = {name: getattr(options, name) for name in naive.Options.__dataclass_fields__}
     markers = naive.Markers(pair.ours.markers.start, pair.ours.markers.slot, pair.ours.markers.end)
@@ -222,7 +230,7 @@ def value(metrics: dict[str, Any], name: str) -> float:
     return float(total) / float(count)
 
 
-def check(pair: Pair, data: Data, options: RlOptions, tolerance: float = TOLERANCE) -> naive.Outcome:
+def check(pair: Pair, data: Data, options: ReaLVRConfig, tolerance: float = TOLERANCE) -> naive.Outcome:
     """Loss and every gradient are those of the reference."""
     loss, metrics = ours(pair, data, options)
     expected = right(pair, data, options)
@@ -249,7 +257,7 @@ def test_equals_the_naive_reference(exact: Pair, data: Data, variant: str) -> No
         assert float(expected.credit[0].sum()) > 1e-5, "answer contrast must matter"
         assert float(expected.credit[1].sum()) == 0, "no wrong answer, no credit"
         assert all(float(term) > 1e-3 for term in expected.terms)
-        used = [float(g.norm()) > 0 for g in gradients(exact.stock, right(exact, data, RlOptions()).loss).values()]
+        used = [float(g.norm()) > 0 for g in gradients(exact.stock, right(exact, data, configured()).loss).values()]
         assert sum(used) > 0.9 * len(used), "the loss must reach (nearly) every decoder parameter"
 
 
@@ -270,17 +278,17 @@ def test_an_undefined_evidence_term_is_zero(exact: Pair, data: Data, case: str) 
         "zero positive": {"positive": zero},
     }
     data = data.with_evidence(0, **changes[case])
-    expected = check(exact, data, RlOptions())
+    expected = check(exact, data, configured())
     assert float(expected.terms[0]) == 0 and float(expected.terms[1]) > 0
     assert float(expected.evidence) == pytest.approx(float(expected.terms[1]) / 2)
-    _, metrics = ours(exact, data, RlOptions())
+    _, metrics = ours(exact, data, configured())
     assert value(metrics, "evidence/undefined") == 0.5
 
 
 def test_both_sides_of_the_hinge(exact: Pair, data: Data) -> None:
     """A target margin between the best latents: one slot has reached it, the others have not."""
-    margins = sorted(margin for prompt in margins_of(data, right(exact, data, RlOptions())) for margin in prompt)
-    options = RlOptions(margin=(margins[-1] + margins[-2]) / 2)
+    margins = sorted(margin for prompt in margins_of(data, right(exact, data, configured())) for margin in prompt)
+    options = configured(margin=(margins[-1] + margins[-2]) / 2)
     check(exact, data, options)
     assert value(ours(exact, data, options)[1], "evidence/active_hinge") == pytest.approx(5 / 6)
 
@@ -296,7 +304,7 @@ def margins_of(data: Data, found: naive.Outcome) -> list[list[float]]:
 @pytest.mark.parametrize("objective", ["hinge-positive", "align"])
 def test_positive_only_arms_need_no_negative(exact: Pair, data: Data, objective: Any) -> None:
     lonely = data.with_evidence(0, negatives=[]).with_evidence(1, negatives=[])
-    expected = check(exact, lonely, RlOptions(objective=objective))
+    expected = check(exact, lonely, configured(objective=objective))
     assert all(float(term) > 0 for term in expected.terms)
 
 
@@ -306,19 +314,19 @@ def test_active_hinge_is_that_of_the_arms_own_loss(exact: Pair, data: Data) -> N
     alike = data
     for row, example in enumerate(data.examples):
         alike = alike.with_evidence(row, negatives=[example.positive])
-    latents = right(exact, alike, RlOptions()).latents
+    latents = right(exact, alike, configured()).latents
     cosines = sorted(
         float(naive.cosine(z, e.positive)) for e, some in zip(data.examples, latents, strict=True) for z in some
     )
     target = (cosines[2] + cosines[3]) / 2
     assert target > 0
-    plus = RlOptions(objective="hinge-positive", margin=target)
+    plus = configured(objective="hinge-positive", margin=target)
     expected = {"contrast": 1.0, "hinge-positive": 0.5, "align": 1.0}
     for objective, share in expected.items():
-        _, metrics = ours(exact, alike, replace(plus, objective=objective))
+        _, metrics = ours(exact, alike, plus.model_copy(update={"objective": objective}))
         assert value(metrics, "evidence/active_hinge") == pytest.approx(share), objective
     # A target that every slot has reached: no loss, so nothing is active, also without any negative.
-    reached = RlOptions(objective="hinge-positive", margin=min(abs(c) for c in cosines) / 2)
+    reached = configured(objective="hinge-positive", margin=min(abs(c) for c in cosines) / 2)
     z_BKD = torch.stack(latents)
     for negatives in ([data.examples[0].positive], []):
         done = data.with_evidence(0, positive=z_BKD[0].mean(0), negatives=negatives)
@@ -331,16 +339,16 @@ def test_active_hinge_is_that_of_the_arms_own_loss(exact: Pair, data: Data) -> N
 def test_without_latents(exact: Pair) -> None:
     """Direct: no span, no markers, no evidence."""
     direct = make_data(exact, latents=0)
-    expected = check(exact, direct, RlOptions())
+    expected = check(exact, direct, configured())
     assert float(expected.evidence) == 0
-    _, metrics = ours(exact, direct, RlOptions())
+    _, metrics = ours(exact, direct, configured())
     assert not any(name.startswith(("evidence/", "latents/")) or name == "loss/evidence" for name in metrics)
 
 
 @ONE_FAMILY
 def test_options_of_the_reference_change_nothing(exact: Pair, data: Data) -> None:
     """Completions as rows of one pass, precomputed visual tokens, a backward per term."""
-    options = RlOptions()
+    options = configured()
     plain = right(exact, data, options)
     expected = gradients(exact.stock, plain.loss)
     seen = [exact.ours.encode_images(prompt.images) for prompt in data.prompts]
@@ -378,9 +386,9 @@ def test_the_reference_imports_nothing_of_ours() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_reference_runs_in_other_formats(data: Data, marked: Path, exact: Pair, dtype: torch.dtype) -> None:
     """As the benchmark uses it: precomputed numbers in any format, a backward per term, completions as rows."""
-    expected = float(right(exact, data, RlOptions(detach=False)).loss.detach())
+    expected = float(right(exact, data, configured(detach=False)).loss.detach())
     narrow = Pair(exact.ours, reference.load(marked, dtype, "sdpa", DEVICE))
-    outcome = right(narrow, data, RlOptions(detach=False), backward=True, together=True)
+    outcome = right(narrow, data, configured(detach=False), backward=True, together=True)
     assert float(outcome.loss) == pytest.approx(expected, rel=1e-5 if dtype == torch.float32 else 0.1)
     found = [p.grad for p in narrow.stock.parameters() if p.requires_grad]
     assert all(g is not None and bool(g.isfinite().all()) for g in found)
@@ -393,7 +401,7 @@ def test_the_reference_runs_in_other_formats(data: Data, marked: Path, exact: Pa
 def test_memory_modes_agree(exact: Pair, data: Data, variant: str) -> None:
     results = []
     for memory in ("cached", "checkpointed-prefill", "checkpointed"):
-        loss, _ = ours(exact, data, replace(VARIANTS[variant], memory=memory))
+        loss, _ = ours(exact, data, VARIANTS[variant].model_copy(update={"memory": memory}))
         results.append((float(loss.detach()), gradients(exact.ours.model, loss)))
     for loss, found in results[1:]:
         assert loss == pytest.approx(results[0][0], rel=1e-12)
@@ -433,45 +441,45 @@ def test_microbatches_add_up(exact: Pair, data: Data, variant: str) -> None:
 
 @ONE_FAMILY
 def test_order_of_prompts_does_not_matter(exact: Pair, data: Data) -> None:
-    loss, _ = ours(exact, data, RlOptions())
-    swapped, _ = ours(exact, data.part(1, 0), RlOptions())
+    loss, _ = ours(exact, data, configured())
+    swapped, _ = ours(exact, data.part(1, 0), configured())
     assert float(swapped) == pytest.approx(float(loss), rel=1e-12)
 
 
 # ---------------------------------------------------------------------- each variant does what it says
 
 
-def grads(pair: Pair, data: Data, options: RlOptions, term: str | None = None) -> tuple[float, dict[str, Tensor]]:
+def grads(pair: Pair, data: Data, options: ReaLVRConfig, term: str | None = None) -> tuple[float, dict[str, Tensor]]:
     loss, _ = ours(pair, data, options, term=term)
     return float(loss.detach()), gradients(pair.ours.model, loss)
 
 
 @ONE_FAMILY
 def test_lambda_zero_is_the_policy_part(exact: Pair, data: Data) -> None:
-    loss, found = grads(exact, data, RlOptions(lambda_ev=0.0))
-    expected_loss, expected = grads(exact, data, RlOptions(), term="policy")
+    loss, found = grads(exact, data, configured(lambda_ev=0.0))
+    expected_loss, expected = grads(exact, data, configured(), term="policy")
     assert loss == expected_loss and relative(found, expected) == 0
-    _, metrics = ours(exact, data, RlOptions(lambda_ev=0.0))
+    _, metrics = ours(exact, data, configured(lambda_ev=0.0))
     assert "loss/evidence" not in metrics
-    nothing, found = grads(exact, data, RlOptions(lambda_ev=0.0), term="evidence")
+    nothing, found = grads(exact, data, configured(lambda_ev=0.0), term="evidence")
     assert nothing == 0 and all(float(g.abs().max()) == 0 for g in found.values())
 
 
 @ONE_FAMILY
 def test_lambda_scales_the_evidence_part_alone(exact: Pair, data: Data) -> None:
-    loss, found = grads(exact, data, RlOptions(lambda_ev=0.2), term="evidence")
-    twice, found_twice = grads(exact, data, RlOptions(lambda_ev=0.4), term="evidence")
+    loss, found = grads(exact, data, configured(lambda_ev=0.2), term="evidence")
+    twice, found_twice = grads(exact, data, configured(lambda_ev=0.4), term="evidence")
     assert twice == pytest.approx(2 * loss, rel=1e-12)
     assert relative(found_twice, {name: 2 * g for name, g in found.items()}) <= 1e-12
 
 
 @ONE_FAMILY
 def test_eta_one_is_uniform_routing(exact: Pair, data: Data) -> None:
-    loss, found = grads(exact, data, RlOptions(eta=1.0))
-    for same in (RlOptions(routing="uniform", eta=0.0), RlOptions(routing="uniform", mass_matched=True)):
+    loss, found = grads(exact, data, configured(eta=1.0))
+    for same in (configured(routing="uniform", eta=0.0), configured(routing="uniform", mass_matched=True)):
         uniform_loss, uniform = grads(exact, data, same)
         assert loss == pytest.approx(uniform_loss, rel=1e-12) and relative(found, uniform) <= 1e-12
-    assert loss != pytest.approx(grads(exact, data, RlOptions())[0], rel=1e-6)
+    assert loss != pytest.approx(grads(exact, data, configured())[0], rel=1e-6)
 
 
 @ONE_FAMILY
@@ -479,22 +487,22 @@ def test_without_wrong_answers_credit_is_zero(exact: Pair, data: Data) -> None:
     """Then weights are eta / K, selective-only routing gives nothing, and raw attention still routes."""
     first = data.examples[0]
     alone = data.with_evidence(0, answers=first.answers[:1], content=first.content[:1])
-    _, metrics = ours(exact, alone, RlOptions())
+    _, metrics = ours(exact, alone, configured())
     assert value(metrics, "evidence/credit_mass") == 0 and value(metrics, "evidence/has_wrong_answer") == 0
-    default, _ = grads(exact, alone, RlOptions(eta=0.3), term="evidence")
-    uniform, _ = grads(exact, alone, RlOptions(eta=1.0), term="evidence")
+    default, _ = grads(exact, alone, configured(eta=0.3), term="evidence")
+    uniform, _ = grads(exact, alone, configured(eta=1.0), term="evidence")
     assert default == pytest.approx(0.3 * uniform, rel=1e-12)
-    nothing, found = grads(exact, alone, RlOptions(eta=0.0), term="evidence")
+    nothing, found = grads(exact, alone, configured(eta=0.0), term="evidence")
     assert nothing == 0 and all(float(g.abs().max()) == 0 for g in found.values())
-    raw, _ = grads(exact, alone, RlOptions(eta=0.0, routing="raw"), term="evidence")
+    raw, _ = grads(exact, alone, configured(eta=0.0, routing="raw"), term="evidence")
     assert raw > 0
 
 
 @pytest.mark.parametrize("on_policy", [True, False])
 def test_undetached_changes_the_gradient_and_not_the_loss(exact: Pair, data: Data, on_policy: bool) -> None:
-    detached = RlOptions(on_policy=on_policy)
+    detached = configured(on_policy=on_policy)
     loss, found = grads(exact, data, detached, term="evidence")
-    undetached_loss, undetached = grads(exact, data, replace(detached, detach=False), term="evidence")
+    undetached_loss, undetached = grads(exact, data, detached.model_copy(update={"detach": False}), term="evidence")
     assert undetached_loss == pytest.approx(loss, rel=1e-12)
     assert relative(undetached, found) > 1e-4
 
@@ -502,8 +510,8 @@ def test_undetached_changes_the_gradient_and_not_the_loss(exact: Pair, data: Dat
 @ONE_FAMILY
 def test_undetached_gradient_is_the_detached_one_plus_the_router_term(exact: Pair, data: Data) -> None:
     """app:detached-credit: with the hinge values as constants, what remains is sum_t h_t grad w_t."""
-    options = RlOptions(detach=False)
-    detached = gradients(exact.stock, right(exact, data, RlOptions()).evidence)
+    options = configured(detach=False)
+    detached = gradients(exact.stock, right(exact, data, configured()).evidence)
     reading = naive.Naive(
         exact.stock, naive.Markers(*vars(exact.ours.markers).values()), naive.Options(detach=False), ()
     )
@@ -527,7 +535,7 @@ def test_undetached_gradient_is_the_detached_one_plus_the_router_term(exact: Pai
 def test_off_policy_reads_the_saved_latents(exact: Pair, data: Data) -> None:
     """On-policy evidence does not see what was saved; off-policy evidence does, and has no recurrence."""
     moved = data.with_evidence(0, latents=data.examples[0].latents + 0.3)
-    on, off = RlOptions(), RlOptions(on_policy=False)
+    on, off = configured(), configured(on_policy=False)
     assert grads(exact, moved, on, "evidence")[0] == pytest.approx(grads(exact, data, on, "evidence")[0], rel=1e-12)
     before, after = grads(exact, data, off, "evidence"), grads(exact, moved, off, "evidence")
     assert before[0] != pytest.approx(after[0], rel=1e-6)
@@ -550,30 +558,30 @@ def test_every_mass_matched_arm_computes_both_branches(exact: Pair, data: Data) 
         assert value(metrics, "evidence/cos_hardest_negative") != 0, name
         assert all(float(w.sum()) == pytest.approx(1) for w in right(exact, data, options).weights), name
     with pytest.raises(ValueError, match="eta > 0"):
-        ours(exact, data, RlOptions(mass_matched=True, eta=0.0))
+        ours(exact, data, configured(mass_matched=True, eta=0.0))
 
 
 @ONE_FAMILY
 def test_advantages_of_zero_leave_the_evidence(exact: Pair, data: Data) -> None:
     """A batch whose groups have no variance has no policy gradient but still learns from evidence."""
     flat = data.with_evidence(0, advantages=(0.0,) * G).with_evidence(1, advantages=(0.0,) * G)
-    loss, found = grads(exact, flat, RlOptions(), term="policy")
+    loss, found = grads(exact, flat, configured(), term="policy")
     assert loss == 0 and all(float(g.abs().max()) == 0 for g in found.values())
-    whole, both = grads(exact, flat, RlOptions())
-    assert whole > 0 and relative(both, grads(exact, flat, RlOptions(), term="evidence")[1]) <= 1e-12
+    whole, both = grads(exact, flat, configured())
+    assert whole > 0 and relative(both, grads(exact, flat, configured(), term="evidence")[1]) <= 1e-12
 
 
 @ONE_FAMILY
 def test_beta_needs_a_reference_policy(exact: Pair, data: Data) -> None:
     with pytest.raises(ValueError, match="reference policy"):
-        ours(exact, data.with_evidence(0, ref_logp=None), RlOptions(beta=0.1))
+        ours(exact, data.with_evidence(0, ref_logp=None), configured(beta=0.1))
 
 
 # ---------------------------------------------------------------------- what is recorded
 
 
 def test_metrics(exact: Pair, data: Data) -> None:
-    options = RlOptions(beta=0.1)
+    options = configured(beta=0.1)
     loss, metrics = ours(exact, data, options)
     expected = right(exact, data, options)
     found = {name: value(metrics, name) for name in metrics}
@@ -625,11 +633,11 @@ def test_vision_and_prototypes_get_no_gradient(fresh_exact: Pair) -> None:
     vision = [p for module in backbone.vision_modules() for p in module.parameters()]
     for parameter in vision:  # even where someone unfreezes them
         parameter.requires_grad_(True)
-    micro = our_batch(fresh_exact, data, RlOptions())
+    micro = our_batch(fresh_exact, data, configured())
     constants = [micro.positive_BD, micro.negatives_BMD, micro.old_logp_BGS, micro.advantages_BG]
     for constant in constants:
         constant.requires_grad_(True)
-    RlStep(backbone, RlOptions())(micro)[0].backward()
+    Step(ReaLVR(backbone, configured()))(micro)[0].backward()
     assert vision and all(p.grad is None for p in vision)
     assert all(p.grad is not None for p in backbone.decoder.norm.parameters())
     assert all(c.grad is None or float(c.grad.abs().max()) == 0 for c in constants)
@@ -637,13 +645,5 @@ def test_vision_and_prototypes_get_no_gradient(fresh_exact: Pair) -> None:
 
 @ONE_FAMILY
 def test_the_step_registers_every_parameter_once(exact: Pair) -> None:
-    step = RlStep(exact.ours, RlOptions())
+    step = Step(ReaLVR(exact.ours, configured()))
     assert len(list(step.parameters())) == len(list(exact.ours.model.parameters()))
-
-
-def test_options_from_settings() -> None:
-    class Settings:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(RlOptions(eta=0.7, memory="checkpointed"), name)
-
-    assert options_from(Settings()) == RlOptions(eta=0.7, memory="checkpointed")

@@ -12,7 +12,9 @@ from pydantic import ValidationError
 from realvr.errors import UserError
 from realvr.training import configuration
 from realvr.training.configuration import load_settings, save_resolved
-from realvr.training.methods import PRESETS
+from realvr.training.method import METHODS
+from realvr.training.methods.lvr_sft import LvrSftConfig
+from realvr.training.methods.realvr import ReaLVRConfig
 from realvr.training.sections import OptimSettings
 from realvr.training.settings import RlSettings, SftSettings, TrainSettings
 from realvr.zoo.presets import PRESETS as BACKBONES
@@ -55,12 +57,12 @@ def test_paper_configs_hold_the_tables(path: Path) -> None:
     assert settings.model.dtype == "bfloat16"
     if isinstance(settings, SftSettings):
         assert settings.model.path == backbone.hub_id
-        assert optim.lr == 1e-5 and settings.model.latents == 8
-        assert (settings.reconstruction_weight, settings.reconstruction_reduction) == (0.1, "mean")
-        assert settings.pack_tokens == 4096
+        assert optim.lr == 1e-5 and settings.model.latents == 8 and isinstance(settings.method, LvrSftConfig)
+        assert (settings.method.reconstruction_weight, settings.method.reconstruction_reduction) == (0.1, "mean")
+        assert settings.method.pack_tokens == 4096
         assert (settings.model.min_tokens, settings.model.max_tokens) == ((128, 5120) if variable else (None, None))
-        assert settings.position_jitter == 0 and settings.hide_image_ratio == 0
-        assert settings.gradient_checkpointing
+        assert settings.method.position_jitter == 0 and settings.method.hide_image_ratio == 0
+        assert settings.method.gradient_checkpointing
     else:
         assert isinstance(settings, RlSettings)
         assert settings.model.path == str(load_settings("sft", path.with_name(f"{name}-sft.yaml")).run.out / "final")
@@ -69,10 +71,12 @@ def test_paper_configs_hold_the_tables(path: Path) -> None:
         assert (settings.model.min_tokens, settings.model.max_tokens) == ((128, 2560) if variable else (None, None))
         assert settings.model.max_tiles == (9 if backbone.family == "internvl3" else None)
         assert f"--method direct --model.path {backbone.hub_id} " in head
-        assert (settings.group, settings.temperature, settings.top_p, settings.top_k) == (8, 0.6, 1.0, 0)
-        assert (settings.beta, settings.max_prompt, settings.max_new) == (0, 4096, 192)
-        assert (settings.lambda_ev, settings.margin, settings.eta, settings.negatives) == (0.2, 0.5, 0.3, 16)
-        assert settings.method == "realvr" and len(settings.data.sources) == 2
+        method = settings.method
+        assert isinstance(method, ReaLVRConfig)
+        assert (method.group, method.temperature, method.top_p, method.top_k) == (8, 0.6, 1.0, 0)
+        assert (method.beta, method.max_prompt, method.max_new) == (0, 4096, 192)
+        assert (method.lambda_ev, method.margin, method.eta, method.negatives) == (0.2, 0.5, 0.3, 16)
+        assert settings.method.type == "realvr" and len(settings.data.sources) == 2
 
 
 @pytest.mark.parametrize("kind", ["sft", "rl"])
@@ -93,7 +97,7 @@ def test_flags_go_on_top_of_the_file_and_the_result_reads_back(config: Path, tmp
     flags = ["--optim.lr", "1e-6", "--data.sources.0.weight", "2", "--no-gradient-checkpointing"]
     settings = load_settings("sft", config, flags)
     assert isinstance(settings, SftSettings)
-    assert settings.optim.lr == 1e-6 and settings.lora.rank == 4 and not settings.gradient_checkpointing
+    assert settings.optim.lr == 1e-6 and settings.lora.rank == 4 and not settings.method.gradient_checkpointing
     assert settings.data.sources[0].weight == 2
     assert load_settings("sft", save_resolved(settings, tmp_path / "deep/settings.yaml")) == settings
 
@@ -174,7 +178,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("method", PRESETS)
+@pytest.mark.parametrize("method", [method.name for method in METHODS if method.stage == "rl"])
 def test_a_method_changes_exactly_what_it_says(method: str, config: Path) -> None:
     default = load_settings("rl", config).model_dump()
     for settings in (
@@ -187,8 +191,9 @@ def test_a_method_changes_exactly_what_it_says(method: str, config: Path) -> Non
         else load_settings("rl", write(config), [f"--method={method}"]),
     ):
         changed = configuration.differences(default, settings.model_dump())
-        changed = {key: new for key, (_, new) in changed.items() if key not in ("method", "eta")} | (
-            {"eta": settings.eta} if settings.eta not in (0.3, 0.7) else {}
+        changed = {key.removeprefix("method."): new for key, (_, new) in changed.items()}
+        changed = {key: new for key, new in changed.items() if key not in ("type", "eta")} | (
+            {"eta": settings.method.eta} if settings.method.eta not in (0.3, 0.7) else {}
         )
         assert changed == EXPECTED[method]
     assert load_settings("rl", save_resolved(settings, config)) == settings
@@ -196,9 +201,9 @@ def test_a_method_changes_exactly_what_it_says(method: str, config: Path) -> Non
 
 def test_a_method_flag_beats_the_file_and_contradictions_are_refused(config: Path) -> None:
     settings = load_settings("rl", write(config, method="realvr", eta=0.4), ["--method", "selective"])
-    assert isinstance(settings, RlSettings) and settings.eta == 0
+    assert isinstance(settings, RlSettings) and settings.method.eta == 0
     settings = load_settings("rl", write(config, method="uniform"), ["--method", "realvr"])
-    assert isinstance(settings, RlSettings) and (settings.eta, settings.routing) == (0.3, "selective")
+    assert isinstance(settings, RlSettings) and (settings.method.eta, settings.method.routing) == (0.3, "selective")
     with pytest.raises(UserError, match="method 'uniform' means eta = 1.0, but eta is 0.5"):
         load_settings("rl", write(config, method="uniform", eta=0.5))
     with pytest.raises(UserError, match="method 'undetached' means detach = false, but detach is true"):
@@ -207,16 +212,16 @@ def test_a_method_flag_beats_the_file_and_contradictions_are_refused(config: Pat
         load_settings("rl", write(config, method="direct", model={"path": "m", "latents": 8}))
     with pytest.raises(UserError, match="mass_matched needs eta > 0"):
         load_settings("rl", write(config, method="mass-matched-c±", eta=0))
-    with pytest.raises(UserError, match="method: Input should be"):
+    with pytest.raises(UserError, match="config.yaml: no method is called 'nonsense'"):
         load_settings("rl", write(config, method="nonsense"))
     custom = load_settings("rl", write(config, method="custom", detach=False, routing="raw"))
-    assert isinstance(custom, RlSettings) and (custom.detach, custom.routing) == (False, "raw")
+    assert isinstance(custom, RlSettings) and (custom.method.detach, custom.method.routing) == (False, "raw")
 
 
 def test_names_without_the_plus_minus_sign(config: Path) -> None:
     for given in (load_settings("rl", config, ["--method", "mass-matched-c+-"]),
                   load_settings("rl", write(config, method="mass-matched-c+-"))):  # fmt: skip
-        assert isinstance(given, RlSettings) and given.method == "mass-matched-c±"
+        assert isinstance(given, RlSettings) and given.method.type == "mass-matched-c±"
 
 
 def test_combinations_that_make_no_sense(config: Path) -> None:
@@ -253,5 +258,7 @@ def test_every_field_is_documented_and_unknown_ones_are_refused() -> None:
 
     for model in configuration.KINDS.values():
         check(model)
+    for method in METHODS:
+        check(method.Config)
     with pytest.raises(ValidationError):
         TrainSettings.model_validate(SMALL | {"surprise": 1})

@@ -17,10 +17,13 @@ from torch import Tensor
 import reference
 from helpers import DEVICE, ask
 from pair import Pair, gradients, relative
-from realvr.backbone import Probe, Prompt
-from realvr.training import loop, sft_step
-from realvr.training.base import BaseBatch
-from realvr.training.sft_step import SftBatch, SftExample, SftStep, pack_rows
+from realvr.backbone import Backbone, Probe, Prompt
+from realvr.training import loop
+from realvr.training.base_rows import BaseBatch
+from realvr.training.method import Step
+from realvr.training.methods import lvr_sft
+from realvr.training.methods.lvr_sft import LvrSft, LvrSftConfig
+from realvr.training.sft_batch import SftBatch, SftExample, pack_rows
 
 TOLERANCE = 1e-10
 WEIGHT = 0.1
@@ -58,6 +61,14 @@ def example(pair: Pair, number: int, targets: tuple[int, ...], response: int) ->
 @pytest.fixture(scope="module")
 def examples(exact: Pair) -> list[SftExample]:
     return [example(exact, i, t, r) for i, (t, r) in enumerate(zip(TARGETS, RESPONSES, strict=True))]
+
+
+def sft_step(backbone: Backbone, weight: float = 0.1, reduction: Any = "mean", checkpointed: bool = False) -> Step:
+    """The step of Stage 1 with these settings."""
+    config = LvrSftConfig(
+        reconstruction_weight=weight, reconstruction_reduction=reduction, gradient_checkpointing=checkpointed
+    )
+    return Step(LvrSft(backbone, config))
 
 
 def packed(pair: Pair, examples: list[SftExample], rows: tuple[tuple[int, ...], ...], **options: Any) -> SftBatch:
@@ -150,7 +161,7 @@ def errors(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 @pytest.mark.parametrize("layout", ROWS)
 def test_every_layout_equals_stock(exact: Pair, examples: list[SftExample], right: Any, layout: str) -> None:
     """Packed rows, padded rows, separate rows: the loss and every gradient of single stock forwards."""
-    loss, _ = SftStep(exact.ours, WEIGHT)(packed(exact, examples, ROWS[layout]))
+    loss, _ = sft_step(exact.ours, WEIGHT)(packed(exact, examples, ROWS[layout]))
     expected_loss, expected, _ = right
     assert float(loss.detach()) == pytest.approx(expected_loss, rel=TOLERANCE)
     assert relative(gradients(exact.ours.model, loss), expected) <= TOLERANCE
@@ -164,7 +175,7 @@ def test_losses_of_each_example(
     micro = packed(exact, examples, rows)
     order = [number for row in rows for number in row]
     assert micro.names == [f"row {number}" for number in order]
-    step = SftStep(exact.ours, WEIGHT)
+    step = sft_step(exact.ours, WEIGHT)
     start = 0
     with torch.no_grad():
         for place, number in enumerate(order):
@@ -181,7 +192,7 @@ def test_losses_of_each_example(
 
 def test_microbatches_add_up(exact: Pair, examples: list[SftExample], right: Any) -> None:
     """With the denominators of the whole step, whatever the split."""
-    step = SftStep(exact.ours, WEIGHT)
+    step = sft_step(exact.ours, WEIGHT)
     parts = [step(packed(exact, examples, rows)) for rows in (((0, 1),), ((2,), (3,)))]
     total = parts[0][0] + parts[1][0]
     assert float(total.detach()) == pytest.approx(right[0], rel=TOLERANCE)
@@ -194,7 +205,7 @@ def test_microbatches_add_up(exact: Pair, examples: list[SftExample], right: Any
 
 @pytest.mark.parametrize("layout", ["one row", "two rows"])
 def test_checkpointing_changes_nothing(exact: Pair, examples: list[SftExample], right: Any, layout: str) -> None:
-    loss, _ = SftStep(exact.ours, WEIGHT, checkpointed=True)(packed(exact, examples, ROWS[layout]))
+    loss, _ = sft_step(exact.ours, WEIGHT, checkpointed=True)(packed(exact, examples, ROWS[layout]))
     assert relative(gradients(exact.ours.model, loss), right[1]) <= TOLERANCE
 
 
@@ -207,7 +218,7 @@ def test_one_position_off_is_another_loss(
 ) -> None:
     """The state one position before slot t reconstructs target t; neither the one before nor the slot's own."""
     with torch.no_grad():
-        SftStep(exact.ours, WEIGHT)(packed(exact, examples, ROWS["separate rows"]))
+        sft_step(exact.ours, WEIGHT)(packed(exact, examples, ROWS["separate rows"]))
         for number, example in enumerate(examples):
             if len(example.targets):
                 _, wrong = stock_losses(exact, example, offset=offset)
@@ -230,7 +241,7 @@ def test_labels_are_markers_and_response(exact: Pair, examples: list[SftExample]
 
 def test_prompt_tokens_and_slot_ids_are_not_labels(exact: Pair, examples: list[SftExample]) -> None:
     """The id under a slot is nobody's business: any other gives the same loss."""
-    step = SftStep(exact.ours, WEIGHT)
+    step = sft_step(exact.ours, WEIGHT)
     micro = packed(exact, examples, ROWS["two rows"])
     with torch.no_grad():
         loss, _ = step(micro)
@@ -241,7 +252,7 @@ def test_prompt_tokens_and_slot_ids_are_not_labels(exact: Pair, examples: list[S
 def test_rows_without_targets_have_cross_entropy_only(exact: Pair, examples: list[SftExample]) -> None:
     plain = examples[1]
     micro = packed(exact, [plain], ((0,),))
-    loss, metrics = SftStep(exact.ours, WEIGHT)(micro)
+    loss, metrics = sft_step(exact.ours, WEIGHT)(micro)
     ce, _ = stock_losses(exact, plain)
     ce = ce / len(labelled(plain))
     assert float(loss.detach()) == pytest.approx(float(ce.detach()), rel=TOLERANCE)
@@ -256,7 +267,7 @@ def test_text_only_examples(exact: Pair) -> None:
     prompt = exact.ours.prompt(ask(text="Count to three: 1, 2, 3."))
     ids = torch.cat([prompt.ids, torch.tensor([9, 8, 7])])
     text = SftExample(Prompt(ids), len(prompt), torch.zeros(0, dtype=torch.long))
-    loss, _ = SftStep(exact.ours, WEIGHT)(packed(exact, [text], ((0,),)))
+    loss, _ = sft_step(exact.ours, WEIGHT)(packed(exact, [text], ((0,),)))
     ce, _ = stock_losses(exact, text)
     assert float(loss.detach()) == pytest.approx(float(ce.detach()) / 3, rel=TOLERANCE)
 
@@ -266,19 +277,19 @@ def test_reduction_sum_is_d_times_mean(exact: Pair, examples: list[SftExample]) 
     micro = packed(exact, examples, ROWS["one row"])
     losses = {}
     for reduction in ("mean", "sum"):
-        loss, _ = SftStep(exact.ours, WEIGHT, reduction)(micro, term="reconstruction")
+        loss, _ = sft_step(exact.ours, WEIGHT, reduction)(micro, term="reconstruction")
         losses[reduction] = (float(loss.detach()), gradients(exact.ours.model, loss))
     width = exact.ours.width
     assert losses["sum"][0] == pytest.approx(width * losses["mean"][0], rel=1e-12)
     assert relative(losses["sum"][1], {name: width * g for name, g in losses["mean"][1].items()}) <= 1e-12
     with torch.no_grad():
-        whole, _ = SftStep(exact.ours, WEIGHT, "sum")(micro)
+        whole, _ = sft_step(exact.ours, WEIGHT, "sum")(micro)
         assert float(whole) == pytest.approx(float(stock_loss(exact, examples, reduction="sum")), rel=TOLERANCE)
 
 
 @ONE_FAMILY
 def test_parts_and_metrics(exact: Pair, examples: list[SftExample], right: Any) -> None:
-    step = SftStep(exact.ours, WEIGHT)
+    step = sft_step(exact.ours, WEIGHT)
     micro = packed(exact, examples, ROWS["two rows"])
     whole, metrics = step(micro)
     parts = [step(micro, term=term)[0] for term in ("next_token", "reconstruction")]
@@ -304,7 +315,7 @@ def test_vision_gets_no_gradient(fresh_exact: Pair) -> None:
     vision = [p for module in backbone.vision_modules() for p in module.parameters()]
     for parameter in vision:  # even where someone unfreezes them
         parameter.requires_grad_(True)
-    SftStep(backbone, WEIGHT)(packed(fresh_exact, [example(fresh_exact, 0, (0, 1), 3)], ((0,),)))[0].backward()
+    sft_step(backbone, WEIGHT)(packed(fresh_exact, [example(fresh_exact, 0, (0, 1), 3)], ((0,),)))[0].backward()
     assert vision and all(p.grad is None for p in vision)
     assert all(p.grad is not None for p in backbone.decoder.norm.parameters())
 
@@ -356,7 +367,7 @@ def test_jitter_equals_stock_with_moved_positions(exact: Pair, examples: list[Sf
     shift = shifts(plain, micro)
     assert int(shift.max()) > 24, "further than the window of the windowed family"
     with torch.no_grad():
-        loss, _ = SftStep(exact.ours, WEIGHT)(micro)
+        loss, _ = sft_step(exact.ours, WEIGHT)(micro)
         tokens, parts = 0, []
         for place, row in enumerate(rows):
             column = 0
@@ -366,7 +377,7 @@ def test_jitter_equals_stock_with_moved_positions(exact: Pair, examples: list[Sf
                 tokens, column = tokens + len(labelled(examples[number])), column + len(own)
         expected = sum(ce for ce, _ in parts) / tokens + WEIGHT * sum(rec for _, rec in parts) / 3
         assert float(loss) == pytest.approx(float(expected), rel=TOLERANCE)
-        assert float(loss) != pytest.approx(float(SftStep(exact.ours, WEIGHT)(plain)[0]), rel=1e-6)
+        assert float(loss) != pytest.approx(float(sft_step(exact.ours, WEIGHT)(plain)[0]), rel=1e-6)
 
 
 # ---------------------------------------------------------------------- hiding the image
@@ -381,9 +392,9 @@ def attention_of(
     def probed(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs, probes=[probe])
 
-    monkeypatch.setattr(sft_step, "decoder_pass", probed)
+    monkeypatch.setattr(lvr_sft, "decoder_pass", probed)
     with torch.no_grad():
-        loss, metrics = SftStep(pair.ours, WEIGHT)(micro)
+        loss, metrics = sft_step(pair.ours, WEIGHT)(micro)
     monkeypatch.undo()
     return probe.stack(), loss, metrics
 
@@ -447,7 +458,7 @@ def test_hiding_is_drawn_per_example(exact: Pair, examples: list[SftExample]) ->
 def test_hiding_changes_the_loss(exact: Pair, examples: list[SftExample]) -> None:
     with torch.no_grad():
         losses = [
-            float(SftStep(exact.ours, WEIGHT)(packed(exact, examples, ROWS["one row"], hidden_ratio=ratio))[0])
+            float(sft_step(exact.ours, WEIGHT)(packed(exact, examples, ROWS["one row"], hidden_ratio=ratio))[0])
             for ratio in (0.0, 1.0)
         ]
     assert losses[0] != pytest.approx(losses[1], rel=1e-6)

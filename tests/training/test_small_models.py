@@ -13,7 +13,7 @@ from realvr.backbone.samples import conversation
 from realvr.data.wording import readout_text
 from realvr.errors import UserError
 from realvr.latent import prefill, think
-from realvr.training import rl
+from realvr.training import rollouts
 from realvr.zoo.tiny import build
 from stage_runs import configure, make, run, with_markers, world, write
 
@@ -92,8 +92,8 @@ def test_an_answer_is_read_out_as_it_was_taught(
     assert Backbone.load(trained, device="cpu").spell_out is spell_out
     raw = configure("rl", trained, data, tmp_path / "rl", optim={"steps": 1, "batch": 6, "microbatch": 6})
     task, _, _ = make("rl", raw)
-    plain = rl.rollout
-    monkeypatch.setattr(rl, "rollout", lambda *args, **options: _answering_d(plain(*args, **options)))
+    plain = rollouts.rollout
+    monkeypatch.setattr(rollouts, "rollout", lambda *args, **options: _answering_d(plain(*args, **options)))
     (batch,) = task.collect(0).microbatches
     known = {sample.id: sample for sample in world(12)}
     seen = set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import signal
 import subprocess
 import time
@@ -14,6 +13,7 @@ import torch
 
 from realvr.cli import main
 from realvr.training import loop
+from realvr.training.method import build
 from stage_runs import (
     column,
     command,
@@ -96,11 +96,10 @@ def test_two_ranks_add_up_to_the_loss_of_all_their_rows(
     assert [fact["world"] for fact in found] == [2, 2] and found[0]["sums"] == found[1]["sums"]
 
     (task, settings, engine), said = make(kind, raw | {"run": {"out": str(tmp_path / "one")}}), [[], []]
-    module = importlib.import_module(f"realvr.training.{kind}")
     shares: list[Any] = []
     for _ in range(2):  # the first time, what each rank says is only collected
         engine.seed(settings.run.seed)
-        shares = [module.build_task(settings, Rank(rank, said)).collect(0).microbatches for rank in range(2)]
+        shares = [build(settings, Rank(rank, said)).collect(0).microbatches for rank in range(2)]
     names = [{name for batch in share for name in batch.names} for share in shares]
     assert names[0] and names[1] and not names[0] & names[1]
     every = shares[0] + shares[1]

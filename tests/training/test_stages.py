@@ -18,7 +18,7 @@ from realvr.backbone import Backbone
 from realvr.errors import UserError
 from realvr.latent.span import prefill, score, splice
 from realvr.training import loop
-from realvr.training.methods import PRESETS
+from realvr.training.method import METHODS
 from stage_runs import LATENTS, column, configure, lines, make, numbers, run, weights, with_markers, world, write
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "training.json"
@@ -224,7 +224,7 @@ USUAL = {"routing": "selective", "objective": "contrast", "mass_matched": False,
 
 def test_every_method_does_what_the_documentation_says(trained: Path, plain: Path, data: Path, tmp_path: Path) -> None:
     """One step of each, on the same prompts from the same model; Direct from one without a span."""
-    assert MEANS.keys() == PRESETS.keys()
+    assert MEANS.keys() == {method.name for method in METHODS if method.stage == "rl"}
     found = {}
     for method in MEANS:
         rewards = {"accuracy": 1.0, "format": 1.0} | reward("vowels")
@@ -234,7 +234,7 @@ def test_every_method_does_what_the_documentation_says(trained: Path, plain: Pat
         (record,) = run("rl", raw | {"rewards": rewards, "margin": 1.5})  # every hinge is active
         settings = yaml.safe_load((tmp_path / method / "settings.yaml").read_text())
         for name, value in (USUAL | MEANS[method]).items():
-            assert (settings | settings["model"])[name] == value, (method, name)
+            assert (settings["method"] | settings["model"])[name] == value, (method, name)
         assert math.isfinite(record["loss"]) and record["grad_norm"] > 0, method
         assert ("loss/evidence" in record) == (method not in ("lvr-rl", "direct")), method
         found[method] = record

@@ -3,7 +3,6 @@ settings of the file."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -21,6 +20,8 @@ CONFIG is a YAML file (configs/ holds the paper's). Every setting can be changed
 --dry-run builds one batch, prints its shapes and a memory estimate, and trains nothing.
 --resume is short for --checkpoint.resume.
 --take-over takes run.out from a run on another machine that is gone for certain.
+--method NAME chooses the method, --method FILE.py:Class one of yours (docs/training.md); --help --method NAME lists its
+settings. They may be written without their section: --eta is --method.eta.
 Several processes: torchrun --standalone --nproc-per-node 2 -m realvr train {kind} CONFIG
 
 Examples:
@@ -48,7 +49,7 @@ def _train(kind: str, args: Sequence[str], summary: str) -> int:
     rest = list(args)
     if "-h" in rest or "--help" in rest:
         print(_EXAMPLES.format(kind=kind, summary=summary))
-        show_help(kind)
+        show_help(kind, rest)
         return 0
     if not rest or rest[0].startswith("-"):
         raise UserError(f"give a settings file first: realvr train {kind} CONFIG (--help explains)")
@@ -57,7 +58,7 @@ def _train(kind: str, args: Sequence[str], summary: str) -> int:
     settings = load_settings(kind, config, flags)
 
     from realvr.runs.quiet import quiet_transformers
-    from realvr.training import loop
+    from realvr.training import loop, method
     from realvr.training.dry_run import dry_run
     from realvr.training.engine import start_engine
 
@@ -68,11 +69,10 @@ def _train(kind: str, args: Sequence[str], summary: str) -> int:
     try:
         with held:
             engine.seed(settings.run.seed)
-            stage = importlib.import_module(f"realvr.training.{kind}")
             run = dry_run if dry else loop.train
             with busy(f"train {kind}: reading model and data", engine.main and settings.log.console):
-                task = stage.build_task(settings, engine)
-            code = run(task, settings, engine)
+                trained = method.build(settings, engine)
+            code = run(trained, settings, engine)
     except Exception as error:
         found = explained(error)
         if engine.world == 1 or found is None:

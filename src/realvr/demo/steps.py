@@ -77,19 +77,17 @@ def benches() -> list[str]:
 
 def train(step: Step, settings: DemoSettings) -> None:
     """A training to its end: arms of one recipe see the same prompts in the same order, with the same seed."""
-    import importlib
-
     from realvr.training import loop
     from realvr.training.configuration import KINDS
     from realvr.training.engine import start_engine
+    from realvr.training.method import build
 
     assert step.training is not None
     command = choice().recipes[step.training.recipe].command
     chosen = KINDS[command].model_validate(training_settings(step, settings))
     engine = start_engine(cpu=True)
     engine.seed(chosen.run.seed)
-    task = importlib.import_module(f"realvr.training.{command}").build_task(chosen, engine)
-    if loop.train(task, chosen, engine):
+    if loop.train(build(chosen, engine), chosen, engine):
         raise Interrupted
 
 

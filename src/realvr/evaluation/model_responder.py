@@ -18,7 +18,7 @@ from realvr.evaluation.responder import Plan, Reply, Request
 from realvr.imaging.types import ImageInput
 from realvr.latent.group_rollout import decode
 from realvr.latent.sampling import GREEDY, Sampling
-from realvr.latent.span import prefill, splice, think
+from realvr.latent.span import prefill, span_tokens, splice, think
 from realvr.latent.state import State
 from realvr.models import locate
 
@@ -91,7 +91,7 @@ class ModelResponder:
         for number, request in enumerate(requests):
             try:
                 prompt = self.backbone.prompt(request.turns)
-                room = self.backbone.context_length - len(prompt) - (longest + 2 if longest else 0)
+                room = self.backbone.context_length - len(prompt) - span_tokens(longest)
                 if room < 1:
                     raise UserError(
                         f"a prompt of {len(prompt)} tokens with {longest} latents leaves no room to answer in a "
@@ -115,7 +115,7 @@ class ModelResponder:
             spans = given
         else:
             after, spans = think(self.backbone, state, plan.latents)
-        room = self.backbone.context_length - (plan.latents + 2 if plan.latents else 0)
+        room = self.backbone.context_length - span_tokens(plan.latents)
         limits = [min(self.sampling.max_new, room - len(prompt)) for prompt in prompts]
         groups = decode(self.backbone, after, 1, self.sampling, seeds, limits)
         kept = spans.float().cpu() if plan.latents else [None] * len(asked)

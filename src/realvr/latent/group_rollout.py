@@ -19,7 +19,7 @@ from realvr.backbone.backbone import Backbone, VisualTokens
 from realvr.backbone.types import Prompt
 from realvr.errors import UserError
 from realvr.latent.sampling import Sampling, choose, draws, prompt_seeds
-from realvr.latent.span import decoder_pass, log_softmax_rows, prefill, think
+from realvr.latent.span import decoder_pass, log_softmax_rows, prefill, span_tokens, think
 from realvr.latent.state import State
 
 FinishReason = Literal["eos", "stop", "length"]
@@ -98,7 +98,7 @@ def rollout(
 
 def _room(backbone: Backbone, prompt: Prompt, latents: int) -> int:
     """Tokens that can still be decoded before the context is full."""
-    room = backbone.context_length - len(prompt) - (latents + 2 if latents else 0)
+    room = backbone.context_length - len(prompt) - span_tokens(latents)
     if room < 1:
         raise UserError(
             f"a prompt of {len(prompt)} tokens with {latents} latents leaves no room to answer: "

@@ -29,6 +29,11 @@ from realvr.errors import UserError
 from realvr.latent.state import State, join_columns
 
 
+def span_tokens(latents: int) -> int:
+    """Columns that a span of K latents takes: K slots and two markers; none without latents."""
+    return latents + 2 if latents else 0
+
+
 def decoder_pass(
     backbone: Backbone,
     state: State | None,

@@ -29,7 +29,7 @@ from realvr.training.configuration import differences
 from realvr.training.dropping import ReadsData
 from realvr.training.engine import Engine
 from realvr.training.sections import CheckpointSettings
-from realvr.training.settings import TrainSettings
+from realvr.training.settings import StageSettings, TrainSettings
 from realvr.training.statefile import read_state, write_state, write_text
 from realvr.training.task import Task
 
@@ -37,16 +37,13 @@ MAY_CHANGE = (
     "optim.steps",
     "optim.microbatch",
     "data.max_dropped",
-    "allow_no_evidence",
     "checkpoint.",
     "log.",
     "run.out",
     "run.max_bad_steps",
-    "gradient_checkpointing",
-    "memory",
 )
-"""Settings that a resumed run may change: how long it runs, what it records, and how a step is computed where every way
-gives the same numbers."""
+"""Settings that a resumed run may change: how long it runs and what it records. Settings of the method that change no
+number are its own (``MethodConfig.may_change``)."""
 
 FROM_MODEL = ("model.min_tokens", "model.max_tokens", "model.tiles", "model.max_tiles")
 """Settings that are None where they are the model's own, which is filled in once it is loaded."""
@@ -218,7 +215,10 @@ class Checkpoints:
     def _refuse_other_run(self, path: Path, run: dict[str, Any], settings: TrainSettings) -> None:
         changed = differences(_with_defaults(run["settings"], settings), settings.model_dump(mode="json"))
         changed = {key: pair for key, pair in changed.items() if key not in FROM_MODEL or None not in pair}
-        fatal = [f"{key} was {old}, is {new}" for key, (old, new) in changed.items() if not key.startswith(MAY_CHANGE)]
+        free: tuple[str, ...] = MAY_CHANGE
+        if isinstance(settings, StageSettings):
+            free += tuple(f"method.{name}" for name in settings.method.may_change)
+        fatal = [f"{key} was {old}, is {new}" for key, (old, new) in changed.items() if not key.startswith(free)]
         if fatal:
             raise UserError(f"{path} belongs to other settings: {'; '.join(fatal)}. Use them, or another run.out")
         if run.get("engine", "ddp") != self.engine.name:  # checkpoints of earlier versions are all DDP's

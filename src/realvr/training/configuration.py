@@ -7,21 +7,33 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from realvr.errors import UserError
+from realvr.registry import place_of
 from realvr.runs.files import write_atomically
-from realvr.training import methods
-from realvr.training.settings import BaseSettings, Origin, RlSettings, SftSettings, TrainSettings
+from realvr.training import method_settings
+from realvr.training.settings import (
+    BaseSettings,
+    MethodConfig,
+    Origin,
+    RlSettings,
+    SftSettings,
+    StageSettings,
+    TrainSettings,
+)
+
+if TYPE_CHECKING:
+    from realvr.training.method import Method
 
 Kind = Literal["sft", "rl", "base"]
-KINDS: dict[str, type[TrainSettings]] = {"sft": SftSettings, "rl": RlSettings, "base": BaseSettings}
+KINDS: dict[str, type[StageSettings]] = {"sft": SftSettings, "rl": RlSettings, "base": BaseSettings}
 
 
-def load_settings(kind: str, yaml_path: str | Path, overrides: Sequence[str] = ()) -> TrainSettings:
+def load_settings(kind: str, yaml_path: str | Path, overrides: Sequence[str] = ()) -> StageSettings:
     """Settings of one training from its YAML file and dotted flags such as ``--optim.lr 1e-5``.
 
     Later wins: defaults, then what ``method`` stands for, then the file, then flags. A ``--method`` flag also replaces
@@ -30,13 +42,15 @@ def load_settings(kind: str, yaml_path: str | Path, overrides: Sequence[str] = (
     if kind not in KINDS:
         raise UserError(f"no training is called '{kind}': choose one of {', '.join(KINDS)}")
     model, path = KINDS[kind], Path(yaml_path)
-    raw, flags = read_yaml(path), _switches(overrides)
-    refuse_unknown(model, raw, path)
-    if kind == "rl":
-        raw, flags = _method_flag(raw, flags)
+    name, flags = _method_flag(_switches(overrides))
+    raw = read_yaml(path)
+    if name:
+        raw = method_settings.choose(model, raw, name)
+    method = _method_of(model, raw, "--method" if name else str(path))
+    refuse_unknown(model, raw, path, method=method)
     settings = _validate(model, raw, str(path))
     if flags:
-        settings = _override(kind, settings, flags)
+        settings = _override(kind, settings, _sectioned(flags, type(settings), method))
     return settings.came_from(Origin(str(path), frozenset(_names(overrides))))
 
 
@@ -58,11 +72,12 @@ def _switches(flags: Sequence[str]) -> list[str]:
     return found
 
 
-def show_help(kind: str) -> None:
-    """Print every setting of a training with its default."""
-    model = KINDS[kind]
+def show_help(kind: str, flags: Sequence[str] = ()) -> None:
+    """Print every setting of a training with its default; with ``--method`` among the flags, those of that method."""
+    model, name = KINDS[kind], _method_flag(list(flags))[0]
     placeholder = {"model": {"path": "MODEL"}, "data": {"sources": [{"path": "DATA"}]}, "run": {"out": "RUN"}}
-    _override(kind, model.model_validate(placeholder), ["--help"])
+    raw = method_settings.choose(model, placeholder, name) if name else placeholder
+    _override(kind, model.model_validate(raw), ["--help"])
 
 
 def dump(settings: TrainSettings) -> str:
@@ -118,13 +133,27 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return value
 
 
-def refuse_unknown(model: type[BaseModel], raw: dict[str, Any], path: Path, prefix: str = "") -> None:
-    """Raise for the first key that is not a setting, with the nearest that is."""
+def refuse_unknown(
+    model: type[BaseModel],
+    raw: dict[str, Any],
+    path: Path,
+    prefix: str = "",
+    method: type[Method[Any, Any, Any]] | None = None,
+) -> None:
+    """Raise for the first key that is not a setting, with the nearest that is. Settings of ``method`` may stand in
+    their section or beside it."""
+    own = method.Config.model_fields if method else {}
     for key, value in raw.items():
         dotted = f"{prefix}{key}"
-        if key not in model.model_fields:
-            raise UserError(f"{path}: unknown setting '{dotted}'{_suggestion(str(key), model, prefix)}")
-        inner = _section(model.model_fields[key].annotation)
+        if key not in model.model_fields and key not in own:
+            raise UserError(f"{path}: unknown setting '{dotted}'{_suggestion(str(key), model, prefix, method)}")
+        if key == "method" and method is not None:
+            for inner_key in value if isinstance(value, dict) else ():
+                if inner_key not in own:
+                    hint = _suggestion(str(inner_key), method.Config, "method.")
+                    raise UserError(f"{path}: unknown setting 'method.{inner_key}'{hint}{_home(method)}")
+            continue
+        inner = _section(model.model_fields[key].annotation) if key in model.model_fields else None
         if inner is None:
             continue
         if isinstance(value, dict):
@@ -141,18 +170,24 @@ def _section(annotation: Any) -> type[BaseModel] | None:
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
 
 
-def _suggestion(key: str, model: type[BaseModel], prefix: str) -> str:
+def _suggestion(
+    key: str, model: type[BaseModel], prefix: str, method: type[Method[Any, Any, Any]] | None = None
+) -> str:
     for name, field in model.model_fields.items():
         inner = _section(field.annotation)
         if inner is not None and key in inner.model_fields:
             return f"; did you mean '{prefix}{name}.{key}'?"
-    close = get_close_matches(key, list(model.model_fields), n=1)
+    places = {name: f"{prefix}{name}" for name in model.model_fields}
+    if method is not None:
+        places |= {name: f"method.{name}" for name in method.Config.model_fields if name not in places}
+    close = get_close_matches(key, list(places), n=1)
     if close:
-        return f"; did you mean '{prefix}{close[0]}'?"
-    return f"; known here: {', '.join(model.model_fields)}"
+        return f"; did you mean '{places[close[0]]}'?"
+    about = _home(method) if method is not None else ""
+    return f"; known here: {', '.join(model.model_fields)}{about}"
 
 
-def _validate(model: type[TrainSettings], raw: dict[str, Any], origin: str) -> TrainSettings:
+def _validate(model: type[StageSettings], raw: dict[str, Any], origin: str) -> StageSettings:
     try:
         return model.model_validate(raw)
     except ValidationError as error:
@@ -170,30 +205,58 @@ def _first_problem(error: ValidationError) -> str:
     return f"{where}: {text}{given}{more}" if where else f"{text}{more}"
 
 
-def _method_flag(raw: dict[str, Any], flags: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Take ``--method NAME`` out of the flags and let it replace what the file says about that method's settings."""
+def _method_of(model: type[StageSettings], raw: dict[str, Any], origin: str) -> type[Method[Any, Any, Any]]:
+    try:
+        return method_settings.find_method(model.stage, method_settings.named(model, raw))
+    except UserError as error:
+        raise UserError(f"{origin}: {error}") from error
+
+
+def _method_flag(flags: list[str]) -> tuple[str | None, list[str]]:
+    """Take ``--method NAME`` (or ``--method.type NAME``) out of the flags: it also changes what the file means."""
     for index, flag in enumerate(flags):
-        if flag == "--method" and index + 1 < len(flags):
-            name, rest = flags[index + 1], flags[:index] + flags[index + 2 :]
-        elif flag.startswith("--method="):
-            name, rest = flag.removeprefix("--method="), flags[:index] + flags[index + 1 :]
-        else:
+        name, equals, value = flag.partition("=")
+        if name not in ("--method", "--method.type"):
             continue
-        if methods.ALIASES.get(name, name) not in methods.PRESETS:
-            close = get_close_matches(name, methods.PRESETS, n=1)
-            hint = f"did you mean '{close[0]}'?" if close else f"choose one of {', '.join(methods.PRESETS)}"
-            raise UserError(f"--method: no method is called '{name}'; {hint}")
-        return methods.without(raw, name), rest
-    return raw, flags
+        rest = flags[:index] + flags[index + (1 if equals else 2) :]
+        if not equals:
+            value = flags[index + 1] if index + 1 < len(flags) else ""
+        if not value or value.startswith("--"):
+            raise UserError(f"{name} needs the name of a method, or FILE.py:Class")
+        return value, rest
+    return None, flags
 
 
-def _override(kind: str, settings: TrainSettings, flags: list[str]) -> TrainSettings:
+def _sectioned(flags: Sequence[str], model: type[BaseModel], method: type[Method[Any, Any, Any]]) -> list[str]:
+    """Flags of the method's own settings with their section: ``--eta`` is ``--method.eta``. Refuses those of the
+    section that the method does not have."""
+    own = method.Config.model_fields
+    found = []
+    for flag in flags:
+        name = flag[2:].partition("=")[0].replace("-", "_") if flag.startswith("--") else ""
+        first, _, rest = name.partition(".")
+        field = first.removeprefix("no_")
+        if first == "method" and rest.partition(".")[0].removeprefix("no_") not in own and rest not in own:
+            raise UserError(
+                f"command line: unknown setting '{name}'{_suggestion(rest, method.Config, 'method.')}{_home(method)}"
+            )
+        inside = first not in model.model_fields and (first in own or field in own)
+        found.append(f"--method.{flag[2:]}" if inside else flag)
+    return found
+
+
+def _home(method: type[Method[Any, Any, Any]]) -> str:
+    """Where the settings of a method are defined."""
+    return f" (settings of method '{method.name}': {place_of(method.Config)})"
+
+
+def _override(kind: str, settings: StageSettings, flags: list[str]) -> StageSettings:
     """Dotted flags on top of validated settings. A flag that does not exist, or whose value cannot be read, exits with
     code 2 and a suggestion (tyro's)."""
     import tyro
 
     parsed = tyro.cli(
-        _plain_class(type(settings)),
+        _plain_class(type(settings), type(settings.method)),
         default=_plain(settings),
         args=flags,
         prog=f"realvr train {kind} CONFIG",
@@ -204,8 +267,8 @@ def _override(kind: str, settings: TrainSettings, flags: list[str]) -> TrainSett
 
 
 @cache
-def _plain_class(model: type[BaseModel]) -> type[Any]:
-    """A dataclass with the fields of a settings class and none of its checks.
+def _plain_class(model: type[BaseModel], method: type[MethodConfig] | None) -> type[Any]:
+    """A dataclass with the fields of a settings class and none of its checks; ``method`` is what its method has.
 
     Tyro would bury the message of a failed check in pages of its own; this way flags are parsed first and the result is
     checked like a file.
@@ -214,10 +277,10 @@ def _plain_class(model: type[BaseModel]) -> type[Any]:
 
     fields: list[tuple[str, Any]] = []
     for name, field in model.model_fields.items():
-        inner = _section(field.annotation)
+        inner = method if name == "method" and method is not None else _section(field.annotation)
         annotation: Any = field.annotation
         if inner is not None:
-            plain = _plain_class(inner)
+            plain = _plain_class(inner, None)
             annotation = plain if isinstance(field.annotation, type) else list[plain]  # type: ignore[valid-type]
         help_text = " ".join((field.description or "").replace("``", "").split()) or None
         fields.append((name, Annotated[annotation, tyro.conf.arg(help=help_text)]))
@@ -230,5 +293,6 @@ def _plain(value: Any) -> Any:
     """Settings as an instance of their plain class."""
     if isinstance(value, BaseModel):
         names = type(value).model_fields
-        return _plain_class(type(value))(**{name: _plain(getattr(value, name)) for name in names})
+        method = type(value.method) if isinstance(value, StageSettings) else None
+        return _plain_class(type(value), method)(**{name: _plain(getattr(value, name)) for name in names})
     return [_plain(item) for item in value] if isinstance(value, list) else value

@@ -12,7 +12,7 @@ from torch import Tensor
 from realvr.errors import UserError
 from realvr.training.engine import Engine
 from realvr.training.records import DATA_FILE, DataUse
-from realvr.training.settings import TrainSettings
+from realvr.training.settings import StageSettings, TrainSettings
 from realvr.training.sources import RECORD, TrainingData, above, check_command
 from realvr.training.task import Ranks
 
@@ -89,7 +89,8 @@ def too_many(draws: Draws, settings: TrainSettings, when: str) -> UserError:
 
 
 def _remedies(settings: TrainSettings) -> dict[str, str]:
-    limit = next((name for name in ("pack_tokens", "max_prompt") if hasattr(settings, name)), None)
+    own = type(settings.method).model_fields if isinstance(settings, StageSettings) else {}
+    limit = next((f"method.{name}" for name in ("pack_tokens", "max_prompt") if name in own), None)
     checks = ", ".join(f"`{check_command(source)}`" for source in settings.data.sources)
     return {
         TOO_LONG: f"raise {limit}, or lower model.max_tokens" if limit else "lower model.max_tokens",

@@ -21,13 +21,15 @@ from realvr.data.wording import response_text
 from realvr.errors import UserError
 from realvr.imaging.processing import ImageProcessor
 from realvr.imaging.types import ImageInput
+from realvr.latent.span import span_tokens
 from realvr.training.dropping import TOO_LONG, UNREADABLE_IMAGE, Draws
 from realvr.training.prefetch import parallel_map
-from realvr.training.sft_step import SftExample
+from realvr.training.settings import TrainSettings
+from realvr.training.sft_batch import SftExample
 from realvr.training.task import Ranks
 
 
-def share_of_batch(settings: Any, ranks: Ranks) -> int:
+def share_of_batch(settings: TrainSettings, ranks: Ranks) -> int:
     """How many of ``optim.batch`` one rank takes; the batch must divide evenly over ranks and microbatches."""
     batch, microbatch = settings.optim.batch, settings.optim.microbatch
     if batch % (ranks.world * microbatch):
@@ -97,7 +99,7 @@ class Encoder:
         return found
 
     def _prompt(self, sample: Sample) -> Prompt | None:
-        return self._fitting(sample, lambda prompt, grids: 0)[0]
+        return self._fitting(sample, lambda targets: 0)[0]
 
     def sequence(self, sample: Sample) -> SftExample | None:
         """Prompt, span over the evidence (none without boxes) and response in one sequence."""
@@ -109,8 +111,8 @@ class Encoder:
     def _sequence(self, sample: Sample) -> SftExample | None:
         response = [*self.backbone.prompts.encode_text(self.respond(sample))[0], self.backbone.end_of_turn_id]
 
-        def more(prompt: Prompt, targets: int) -> int:
-            return len(response) + (targets + 2 if targets else 0)
+        def more(targets: int) -> int:
+            return len(response) + span_tokens(targets)
 
         prompt, targets = self._fitting(sample, more)
         if prompt is None:
@@ -121,7 +123,7 @@ class Encoder:
         whole = Prompt(ids, prompt.images)
         return SftExample(whole, len(prompt), torch.from_numpy(targets), name=sample.id)
 
-    def _fitting(self, sample: Sample, more: Any) -> tuple[Prompt | None, np.ndarray]:
+    def _fitting(self, sample: Sample, more: Callable[[int], int]) -> tuple[Prompt | None, np.ndarray]:
         """Largest images with which prompt and what follows it fit the limit; and the targets on these images."""
         if (problem := unshown_box(sample)) is not None:
             self.draws.reject(reasons.BOX_NOT_SHOWN, f"{sample.source or sample.id}: {problem}")
@@ -142,7 +144,7 @@ class Encoder:
                 prompt, length = None, self.limit + sum(image.tokens for image in images)
             # Without latents there is no span: Direct-SFT, the control with matched steps and cross-entropy only.
             targets = _targets(sample, images) if self.backbone.latents else np.empty(0, dtype=np.int64)
-            over = length + more(prompt, len(targets)) - self.limit
+            over = length + more(len(targets)) - self.limit
             if prompt is not None and over <= 0:
                 return prompt, targets
             smaller = _smaller(processor, images, over)

@@ -155,14 +155,14 @@ def is_due(step: int, every: int) -> bool:
     return bool(every) and (step % every == 0 or step == 1)
 
 
-def refuse_unequal_passes(engine: Engine, collected: Collected) -> None:
+def refuse_unequal_passes(engine: Engine, collected: Collected[Any]) -> None:
     """Ranks with different numbers of passes would wait for each other for ever."""
     counts = engine.gather_objects(len(collected.microbatches))
     if len(set(counts)) != 1 or counts[0] == 0:
         raise RuntimeError(f"every rank needs the same number of microbatches, at least one; they have {counts}")
 
 
-def term_norms(engine: Engine, task: Task, collected: Collected) -> dict[str, float]:
+def term_norms(engine: Engine, task: Task, collected: Collected[Any]) -> dict[str, float]:
     """Norm of the gradient of each term of the loss alone."""
     return {f"grad_norm/{term}": engine.term_norm(collected.microbatches, term) for term in task.term_names}
 
@@ -180,7 +180,7 @@ class Update:
     """Microbatches of this rank whose loss is not finite."""
 
 
-def update_or_skip(engine: Engine, collected: Collected, lr: float, clip: float) -> Update:
+def update_or_skip(engine: Engine, collected: Collected[Any], lr: float, clip: float) -> Update:
     """Forward and backward over the microbatches, then one update; or none, where something is not finite.
 
     The losses are checked on all ranks before the last backward pass, which is the one that synchronises, and the
@@ -215,7 +215,7 @@ def update_or_skip(engine: Engine, collected: Collected, lr: float, clip: float)
 # ---------------------------------------------------------------------- steps that are not finite
 
 
-def handle_nonfinite(run: Run, update: Update, collected: Collected) -> None:
+def handle_nonfinite(run: Run, update: Update, collected: Collected[Any]) -> None:
     """Count a skipped step, name its examples, and give up after too many in a row."""
     progress = run.progress
     if not update.skipped:
@@ -233,7 +233,7 @@ def handle_nonfinite(run: Run, update: Update, collected: Collected) -> None:
     )
 
 
-def nonfinite_examples(engine: Engine, update: Update, collected: Collected) -> str:
+def nonfinite_examples(engine: Engine, update: Update, collected: Collected[Any]) -> str:
     """The examples of the microbatches whose loss is not finite, over all ranks; all where none stands out."""
     batches = collected.microbatches
     own = [name for index in update.nonfinite_microbatches for name in example_names(batches[index])]

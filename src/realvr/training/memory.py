@@ -13,9 +13,8 @@ from torch import Tensor
 
 from realvr.errors import UserError, out_of_memory
 from realvr.imaging.types import ImageInput
-from realvr.training.configuration import flatten
 from realvr.training.engine import Engine
-from realvr.training.settings import TrainSettings
+from realvr.training.settings import RlSettings, SftSettings, StageSettings, TrainSettings
 
 GIB = 1024**3
 
@@ -56,22 +55,15 @@ def advice(settings: TrainSettings) -> str:
         ways.append("lower model.max_tokens")
     elif model.tiles and model.max_tiles is not None and model.max_tiles > 1:
         ways.append("lower model.max_tiles")
-    for key, value in _values(settings).items():
-        name = key.rpartition(".")[2]
-        if name == "memory" and value != "checkpointed":
-            ways.append(f"set {key} checkpointed")
-        elif name == "gradient_checkpointing" and not value:
-            ways.append(f"set {key} true")
+    if isinstance(settings, StageSettings):
+        ways += settings.method.memory_advice()
     return _in_words(ways + _smaller_states(settings))
 
 
 def _smaller_states(settings: TrainSettings) -> list[str]:
     """What makes weights, gradients and optimizer smaller."""
-    return ["set lora.rank"] * (_values(settings).get("lora.rank") == 0) + ["take a smaller model"]
-
-
-def _values(settings: TrainSettings) -> dict[str, Any]:
-    return dict(flatten(settings.model_dump(mode="json")))
+    lora = isinstance(settings, SftSettings | RlSettings) and settings.lora.rank == 0
+    return ["set lora.rank"] * lora + ["take a smaller model"]
 
 
 def _in_words(ways: list[str]) -> str:

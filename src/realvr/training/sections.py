@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -181,6 +181,19 @@ class CheckpointSettings(Section):
     changed_data: Literal["refuse", "accept"] = "refuse"
     """What a resumed run does when a data file or an image is no longer as it was: ``accept`` goes on with what is
     there now, at the same number of draws."""
+
+
+class MethodConfig(Section):
+    """The method and its settings."""
+
+    may_change: ClassVar[tuple[str, ...]] = ()
+    """Settings that a resumed run may change: every value gives the same numbers."""
+    type: str = ""
+    """Name of the method (docs/training.md lists them), or ``FILE.py:Class`` for one of yours."""
+
+    def memory_advice(self) -> list[str]:
+        """What to change where memory runs out."""
+        return []
 
 
 class LogSettings(Section):

@@ -1,6 +1,7 @@
 """Settings of the three trainings, each one YAML file: Stage 1 (``sft``), Stage 2 (``rl``) and base training.
 
-Defaults are those of the paper's tables tab:hp-sft and tab:hp-rl. Read by ``configuration.load_settings``.
+Sections stand here and in ``sections.py``; what belongs to a method stands with it (``methods/``) and is read into
+``method``. Defaults are those of the paper's tables tab:hp-sft and tab:hp-rl. Read by ``configuration.load_settings``.
 """
 
 from __future__ import annotations
@@ -8,15 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, SerializeAsAny, field_validator, model_validator
 
-from realvr.training import methods
-from realvr.training.methods import Method, Objective, Routing
+from realvr.training import method_settings
 from realvr.training.sections import (
     CheckpointSettings,
     DataSettings,
     LogSettings,
     LoraSettings,
+    MethodConfig,
     ModelSettings,
     OptimSettings,
     RunSettings,
@@ -32,6 +33,7 @@ __all__ = [
     "DataSettings",
     "LogSettings",
     "LoraSettings",
+    "MethodConfig",
     "ModelSettings",
     "OptimSettings",
     "Origin",
@@ -43,6 +45,7 @@ __all__ = [
     "SftOptimSettings",
     "SftSettings",
     "SourceSettings",
+    "StageSettings",
     "TrainSettings",
 ]
 
@@ -142,139 +145,65 @@ class TrainSettings(Section):
         return self
 
 
-class SftSettings(TrainSettings):
+class StageSettings(TrainSettings):
+    """What a training has beside the settings of its method."""
+
+    stage: ClassVar[str]
+    default_method: ClassVar[str]
+    method: SerializeAsAny[MethodConfig]
+    """The method and its settings."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _arrange(cls, settings: Any) -> Any:
+        """Also accept the method by its name alone, and its settings without the section."""
+        return method_settings.arrange(cls, settings) if isinstance(settings, dict) else settings
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _typed(cls, value: Any) -> Any:
+        """Settings of a method are checked by its own class."""
+        if not isinstance(value, dict):
+            return value
+        return method_settings.find_method(cls.stage, value["type"]).Config.model_validate(value)
+
+    @model_validator(mode="after")
+    def _make_sense(self) -> Self:
+        method_settings.find_method(self.stage, self.method.type).check(self)
+        return self
+
+
+class SftSettings(StageSettings):
     """Stage 1: target-conditioned visual supervision (LVR-SFT)."""
 
+    stage: ClassVar[str] = "sft"
+    default_method: ClassVar[str] = "lvr-sft"
     optim: SftOptimSettings = SftOptimSettings()
     """AdamW, its schedule, and how much data one step takes."""
     lora: LoraSettings = LoraSettings()
     """Low-rank adapters (peft)."""
-    reconstruction_weight: float = Field(default=0.1, ge=0)
-    """Weight of the reconstruction loss beside the cross-entropy."""
-    reconstruction_reduction: Literal["mean", "sum"] = "mean"
-    """Over the width of a visual token: ``mean`` is the MSE of the paper's table, ``sum`` its equation."""
-    pack_tokens: int = Field(default=4096, ge=1)
-    """Length of a packed row; no example is longer."""
-    position_jitter: int = Field(default=0, ge=0)
-    """Largest random gap in the position ids around the latent span, so that another K works at inference. Not in the
-    paper; 0 is off."""
-    hide_image_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Share of examples whose text cannot see the image, so that answers must be read from the latents. Not in the
-    paper; 0 is off."""
-    spell_out: bool = False
-    """Multiple choice: teach the answer in words before its letter, as base training does. Small models name what they
-    see before they can match it with an option. The checkpoint remembers it: Stage 2 and latent exchange read an answer
-    out in the same form. Not in the paper."""
-    gradient_checkpointing: bool = True
-    """Recompute the decoder layers in the backward pass instead of keeping their activations. Exact."""
-    allow_no_evidence: bool = False
-    """Train with latents although no row has an evidence box. The latents then learn nothing."""
 
 
-class RlSettings(TrainSettings):
+class RlSettings(StageSettings):
     """Stage 2: free-running outcome optimization (LVR-RL), with the evidence loss (ReaLVR)."""
 
+    stage: ClassVar[str] = "rl"
+    default_method: ClassVar[str] = "realvr"
     model: RlModelSettings
     """The model to start from."""
     optim: RlOptimSettings = RlOptimSettings()
     """AdamW, its schedule, and how much data one step takes."""
     lora: LoraSettings = LoraSettings()
     """Low-rank adapters (peft)."""
-    method: Method = "realvr"
-    """Method or ablation of the paper by name: it sets the fields that define it (docs/training.md lists them). A field
-    that contradicts it is refused; ``custom`` leaves all fields free."""
-    group: int = Field(default=8, ge=1)
-    """G, completions sampled per prompt."""
-    temperature: float = Field(default=0.6, gt=0)
-    """Sampling temperature; log-probabilities in the loss are taken at the same one."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling; 1 is off."""
-    top_k: int = Field(default=0, ge=0)
-    """Sample among the k most likely tokens; 0 is off."""
-    max_new: int = Field(default=192, ge=1)
-    """Most tokens of a completion."""
-    stop_at_answer: bool = True
-    """End a completion once it has written ``</answer>``. The paper's rollouts end with the end token or at the limit;
-    off does the same."""
-    max_prompt: int = Field(default=4096, ge=1)
-    """Most tokens of a prompt, visual tokens included. A longer one first gets smaller images, where the family allows
-    it; where that does not suffice it is left out and counted."""
-    rewards: dict[str, float] = {"accuracy": 1.0, "format": 1.0}
-    """Weight of each reward: ``accuracy``, ``format``, or a function of yours as ``path.py:function``."""
-    clip: float = Field(default=0.2, ge=0, lt=1)
-    """Clip range of the probability ratio."""
-    clip_high: float | None = Field(default=None, ge=0)
-    """Upper clip range where it differs from ``clip``."""
-    reduction: Literal["grpo", "dr_grpo", "bnpo"] = "grpo"
-    """How token terms become a loss: mean per sequence, sum over a constant length, or mean over all tokens."""
-    beta: float = Field(default=0.0, ge=0)
-    """Weight of the KL to the starting policy; 0 needs no reference pass."""
-    updates_per_rollout: int = Field(default=1, ge=1)
-    """Optimizer steps on one batch of rollouts."""
-    lambda_ev: float = Field(default=0.2, ge=0)
-    """Weight of the evidence loss; 0 is LVR-RL."""
-    eta: float = Field(default=0.3, ge=0, le=1)
-    """Share of the supervision that every latent gets; the rest follows the credit."""
-    margin: float = Field(default=0.5, gt=0, le=2)
-    """Target margin m of the hinge."""
-    negatives: int = Field(default=16, ge=1)
-    """N-, prototypes of other images that each example is held against."""
-    bank: int = Field(default=1024, ge=0)
-    """Recent prototypes kept to top up a batch with too few other images (the paper's batches need none)."""
-    routing: Routing = "selective"
-    """Credit of a latent: answer contrast, raw attention of the correct answer, or the same for all."""
-    objective: Objective = "contrast"
-    """Margin over the hardest negative, the same hinge without negatives, or plain 1 - cos."""
-    mass_matched: bool = False
-    """Weights of each example sum to 1, and every arm computes both branches (app:mass-matched-factorial)."""
-    detach: bool = True
-    """Stop the gradient at the weights."""
-    on_policy: bool = True
-    """Evidence loss on a regenerated trajectory; false: on the saved latents of the rollout."""
-    memory: Literal["cached", "checkpointed-prefill", "checkpointed"] = "checkpointed-prefill"
-    """What is recomputed in the backward pass: nothing, the prompt's layers, or the latent steps' too. All exact."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill(cls, settings: Any) -> Any:
-        return methods.fill(settings) if isinstance(settings, dict) else settings
-
-    @model_validator(mode="after")
-    def _consistent(self) -> RlSettings:
-        if self.group < 2:
-            raise ValueError(
-                f"group is {self.group}: a completion is judged against the others of its prompt, so at least 2 are "
-                "needed"
-            )
-        if self.mass_matched and self.eta == 0:
-            raise ValueError("mass_matched needs eta > 0: an example without credit would have no mass")
-        if self.routing == "uniform" and not self.mass_matched and self.eta != 1:
-            raise ValueError(f"routing 'uniform' gives every latent 1/K, which is eta = 1, but eta is {self.eta}")
-        if self.lambda_ev > 0 and self.model.latents == 0:
-            raise ValueError("an evidence loss (lambda_ev > 0) needs latents: model.latents is 0")
-        if not any(self.rewards.values()):
-            raise ValueError("rewards: no reward has a weight, so there is nothing to learn from")
-        return self
 
 
-class BaseSettings(TrainSettings):
+class BaseSettings(StageSettings):
     """Base training: all parameters, vision included, with next-token, caption and dense auxiliary losses."""
 
+    stage: ClassVar[str] = "base"
+    default_method: ClassVar[str] = "base"
     encodes_ahead: ClassVar[bool] = True
     model: BaseModelSettings
     """The model to start from."""
     optim: BaseOptimSettings = BaseOptimSettings()
     """AdamW, its schedule, and how much data one step takes."""
-    next_token_weight: float = Field(default=1.0, ge=0)
-    """Weight of the next-token loss on the answer."""
-    caption_weight: float = Field(default=1.0, ge=0)
-    """Weight of the next-token loss on captions, for samples that have one."""
-    caption_ratio: float = Field(default=1.0, ge=0, le=1)
-    """Share of the samples whose caption is used; each costs as much as a question."""
-    dense_weight: float = Field(default=0.5, ge=0)
-    """Weight of the auxiliary loss that predicts labels from single visual tokens, for samples that have them."""
-    feature_norm_weight: float = Field(default=0.0, ge=0)
-    """Weight of the squared distance of each visual token's root mean square from 1; 0 is off. Keeps visual tokens of a
-    size that a latent can reconstruct."""
-    position_jitter: int = Field(default=0, ge=0)
-    """Largest random gap in the position ids, so that later stages may put latents there; 0 is off."""

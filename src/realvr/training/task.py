@@ -1,7 +1,7 @@
-"""What a training stage hands to the loop, and nothing more.
+"""What the loop needs of the thing it trains, and nothing more. `realvr.training.method.Method` fulfils it.
 
-The loop (``loop.py``) owns the engine, the optimizer, accumulation, checkpoints and logs. A stage owns its data, its
-rollouts and its loss. A stage never calls ``backward``; the loop never looks into a batch.
+The loop (``loop.py``) owns the engine, the optimizer, accumulation, checkpoints and logs. A method owns its data, its
+rollouts and its loss. A method never calls ``backward``; the loop never looks into a batch.
 
 Scaling contract. ``module(microbatch)`` returns the sum of this microbatch's terms divided by the normaliser of the
 *whole optimizer step*: all ranks and all accumulated microbatches together. Adding the losses of all microbatches on
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import nn
 
@@ -23,11 +23,14 @@ from realvr.training.metrics import Metrics
 __all__ = ["Collected", "Metrics", "Ranks", "Task"]
 
 
+B = TypeVar("B")
+
+
 @dataclass
-class Collected:
+class Collected(Generic[B]):
     """One optimizer step's work on this rank. Every rank returns the same number of microbatches."""
 
-    microbatches: list[Any]
+    microbatches: list[B]
     metrics: Metrics = field(default_factory=dict)
     """What is known before the forward passes: rewards, lengths, group statistics."""
     table: list[dict[str, Any]] = field(default_factory=list)
@@ -35,14 +38,18 @@ class Collected:
 
 
 class Task(Protocol):
-    """A stage of training."""
+    """Something to train."""
 
-    module: nn.Module
-    """The whole differentiable step as one module: ``module(microbatch, term=None) -> (loss, metrics)``. With
-    ``term`` set to one of ``term_names`` only that term is computed, for gradient norms apart."""
-    term_names: tuple[str, ...]
+    @property
+    def module(self) -> nn.Module:
+        """The whole differentiable step as one module: ``module(microbatch, term=None) -> (loss, metrics)``. With
+        ``term`` set to one of ``term_names`` the loss is that term alone, for gradient norms apart."""
+        ...
 
-    def collect(self, step: int) -> Collected:
+    @property
+    def term_names(self) -> tuple[str, ...]: ...
+
+    def collect(self, step: int) -> Collected[Any]:
         """Read data, roll out, score, gather across ranks: everything of step ``step`` that needs no gradient."""
         ...
 

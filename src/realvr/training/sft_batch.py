@@ -1,20 +1,10 @@
-"""The whole Stage-1 step as one module: next-token loss on the response, reconstruction of the evidence in the slots.
-
-Teacher forcing: the inputs of the slots are the visual tokens of the evidence, in reading order; the state one
-position before slot t is trained to reconstruct target t. Cross-entropy covers the response text and both markers,
-not the slots.
-
-Departures from the paper: the reconstruction error is a mean over d (the paper's table; its equation sums, which is
-``reduction="sum"``). Two options are ours and off by default: position jitter, and hiding the image from all text of
-a share of the examples, so that the response can read it through the latents only.
-"""
+"""Stage-1 examples and packed rows: what stands in each column, and what is learned where."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +13,6 @@ from realvr.backbone.backbone import Backbone
 from realvr.backbone.batch import collate
 from realvr.backbone.types import Prompt
 from realvr.imaging.types import Grid, ImageInput
-from realvr.latent.span import decoder_pass, token_logprobs
-from realvr.maths import objective, reconstruction
-from realvr.training.task import Metrics
 
 
 @dataclass(frozen=True)
@@ -94,74 +81,6 @@ class SftBatch:
             if isinstance(value, Tensor):
                 setattr(self, name, value.to(device, non_blocking=True))
         return self
-
-
-class SftStep(nn.Module):
-    """``forward(microbatch, term=None) -> (loss, metrics)``; see the contract in ``task.py``."""
-
-    def __init__(
-        self,
-        backbone: Backbone,
-        weight: float = 0.1,
-        reduction: Literal["mean", "sum"] = "mean",
-        checkpointed: bool = False,
-    ) -> None:
-        super().__init__()
-        self.model = backbone.model
-        self.backbone = backbone
-        self.weight = weight
-        self.reduction = reduction
-        self.checkpointed = checkpointed
-
-    def forward(self, micro: SftBatch, term: str | None = None) -> tuple[Tensor, Metrics]:
-        backbone = self.backbone
-        visual = backbone.encode_images(micro.images)
-        embeds = backbone.embed(micro.ids_RT.masked_fill(micro.image_RT | micro.slot_RT, 0))
-        features = visual.features_ND.to(embeds.dtype)
-        targets_ND = features[micro.slot_source_N]
-        if micro.images:
-            embeds = embeds.masked_scatter(micro.image_RT[..., None], features)
-        embeds = embeds.masked_scatter(micro.slot_RT[..., None], targets_ND)
-        _, hidden = decoder_pass(
-            backbone,
-            None,
-            embeds,
-            micro.positions,
-            real_BT=micro.real_RT,
-            segment_BT=micro.segment_RT,
-            window_position_BT=micro.place_RT if backbone.windowed else None,
-            image_visibility_BT=micro.image_visibility_RT,
-            image_BT=micro.image_RT if micro.images else None,
-            deepstack=visual.deepstack,
-            checkpointed=self.checkpointed,
-        )
-        before = micro.slot_RT.roll(-1, dims=1)  # one position before each slot; a slot is never in column 0
-        return self._losses(micro, hidden, hidden[before], targets_ND, term)
-
-    def _losses(
-        self, micro: SftBatch, hidden: Tensor, states_ND: Tensor, targets_ND: Tensor, term: str | None
-    ) -> tuple[Tensor, Metrics]:
-        predicting = hidden[micro.predict_M2[:, 0], micro.predict_M2[:, 1]]
-        logp, _ = token_logprobs(self.backbone, predicting, micro.labels_M)
-        ce = reconstruction.next_token(logp, denominator=micro.tokens_total)
-        rec = reconstruction.reconstruction(
-            states_ND, targets_ND, micro.slot_example_N, micro.examples, self.reduction, micro.targets_total
-        )
-        share = torch.tensor(len(micro.labels_M) / micro.tokens_total, device=ce.device)
-        metrics: Metrics = {"loss/next_token": (ce.detach().float(), share)}
-        has_targets = torch.zeros(micro.examples, device=ce.device).index_fill(0, micro.slot_example_N, 1.0)
-        metrics["loss/reconstruction"] = (rec.detach().float(), has_targets.sum() / micro.targets_total)
-        metrics["data/with_targets"] = (has_targets.sum(), torch.tensor(float(micro.examples), device=ce.device))
-        with torch.no_grad():
-            cosine = nn.functional.cosine_similarity(states_ND.float(), targets_ND.float(), dim=-1)
-            metrics["latents/cos_target"] = (cosine.sum(), torch.tensor(float(len(cosine)), device=ce.device))
-            # The first latent alone has seen no evidence yet: it shows whether the model finds it by itself.
-            first = micro.slot_example_N.diff(prepend=micro.slot_example_N.new_tensor([-1])) != 0
-            metrics["latents/cos_first"] = (cosine[first].sum(), first.sum().float())
-        terms = {"next_token": (1.0, ce), "reconstruction": (self.weight, rec)}
-        loss = objective.total(terms if term is None else {term: terms[term]})
-        metrics["loss"] = (loss.detach().float(), share)
-        return loss + hidden.sum() * 0.0, metrics
 
 
 def pack_rows(

@@ -1,0 +1,200 @@
+"""Base training: a model from nothing, all parameters, vision included.
+
+Not in the paper, which has pretrained backbones: the embedded world needs a model that can see. A small model does not
+learn to see from answer letters alone, so three signals are combined: the answer in words and as a letter, a caption,
+and a dense auxiliary loss that reads colour and shape of the object under every visual token from that token alone (two
+linear heads that are dropped at export).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from realvr.backbone.backbone import VisualTokens
+from realvr.latent.span import decoder_pass, token_logprobs
+from realvr.maths import reconstruction
+from realvr.training.base_rows import BaseBatch, BaseRows, Place
+from realvr.training.dropping import Draws
+from realvr.training.method import Method, Metric, Run, Term
+from realvr.training.prefetch import prefetch
+from realvr.training.sections import MethodConfig
+from realvr.training.settings import BaseSettings
+from realvr.training.sft_batch import SftBatch
+from realvr.training.task import Collected
+
+
+class BaseConfig(MethodConfig):
+    """Losses of base training."""
+
+    next_token_weight: float = Field(default=1.0, ge=0)
+    """Weight of the next-token loss on the answer."""
+    caption_weight: float = Field(default=1.0, ge=0)
+    """Weight of the next-token loss on captions, for samples that have one."""
+    caption_ratio: float = Field(default=1.0, ge=0, le=1)
+    """Share of the samples whose caption is used; each costs as much as a question."""
+    dense_weight: float = Field(default=0.5, ge=0)
+    """Weight of the auxiliary loss that predicts labels from single visual tokens, for samples that have them."""
+    feature_norm_weight: float = Field(default=0.0, ge=0)
+    """Weight of the squared distance of each visual token's root mean square from 1; 0 is off. Keeps visual tokens of a
+    size that a latent can reconstruct."""
+    position_jitter: int = Field(default=0, ge=0)
+    """Largest random gap in the position ids, so that later stages may put latents there; 0 is off."""
+
+
+class Base(Method[BaseSettings, BaseConfig, BaseBatch]):
+    """All parameters from nothing: answers, captions and dense labels of visual tokens.
+
+    One optimizer step is ``optim.batch`` samples over all ranks; each gives a question row and, where it has one, a
+    caption row.
+    """
+
+    name, stage, Config = "base", "base", BaseConfig
+    term_names = ("next_token", "caption", "dense", "feature_norm")
+    metrics = {
+        "loss/next_token": Metric("next-token loss", "cross-entropy per token of the answer, before its weight"),
+        "loss/caption": Metric("caption loss", "cross-entropy per token of the caption, before its weight"),
+        "loss/dense": Metric("dense loss", "per labelled visual token and attribute, before its weight"),
+        "loss/feature_norm": Metric(
+            "feature norm", "squared distance of a visual token's RMS from 1, before its weight"
+        ),
+    }
+
+    def begin(self, run: Run[BaseSettings]) -> None:
+        super().begin(run)
+        backbone, c = self.backbone, self.config
+        backbone.model.requires_grad_(True)
+        backbone.spell_out = True
+        self.samples = run.data.mixture(run.settings, run.ranks.rank, run.ranks.world)
+        keep = run.settings.data.keep_encoded
+        self.rows = BaseRows(backbone, self.samples, caption_ratio=c.caption_ratio, jitter=c.position_jitter, keep=keep)
+        self.heads = nn.ModuleList(
+            nn.Linear(backbone.width, len(names), device=backbone.device, dtype=backbone.dtype)
+            for names in self.rows.classes
+        )
+        self._position: dict[str, Any] | None = None
+        self._prefetched: Generator[Any] | None = None
+
+    def modules(self) -> dict[str, nn.Module]:
+        return {**super().modules(), "heads": self.heads}
+
+    def collect(self, step: int) -> Collected[BaseBatch]:
+        batches, drawn = next(self._steps(step))
+        self.draws.add(drawn)
+        for batch in batches:
+            batch.rows.unstack_images()
+        own = {
+            "next_token": sum(int((~b.caption_M).sum()) for b in batches),
+            "caption": sum(int(b.caption_M.sum()) for b in batches),
+            "dense": sum(int((b.dense_NA >= 0).sum()) for b in batches),
+            "examples": sum(len(b.rows.names) for b in batches),
+            "visual": sum(len(b.dense_NA) for b in batches),
+        }
+        everyone = self.ranks.gather_objects(own)
+        totals = {name: float(max(sum(each[name] for each in everyone), 1)) for name in own}
+        device = self.backbone.device
+        tokens = torch.tensor(float(sum(int(b.rows.real_RT.sum()) for b in batches)), device=device)
+        for batch in batches:
+            batch.totals = totals
+            batch.to(device)
+        world = torch.tensor(1 / self.ranks.world, device=device)
+        return Collected(batches, {"tokens": (tokens, world), **self.draws.metrics(device, self.ranks.world)})
+
+    def terms(self, b: BaseBatch) -> Iterator[Term]:
+        c, rows, share = self.config, b.rows, len(b.rows.names) / b.totals["examples"]
+        visual = self.backbone.encode_images(rows.images, train=True)
+        hidden = self._read(rows, visual)
+        predicting = hidden[rows.predict_M2[:, 0], rows.predict_M2[:, 1]]
+        logp, _ = token_logprobs(self.backbone, predicting, rows.labels_M)
+        answers = reconstruction.next_token(logp, ~b.caption_M, b.totals["next_token"])
+        yield Term("next_token", c.next_token_weight, answers, share)
+        captions = reconstruction.next_token(logp, b.caption_M, b.totals["caption"])
+        yield Term("caption", c.caption_weight, captions, share)
+        yield Term("dense", c.dense_weight, self._dense(visual.features_ND, b), share)
+        norms = _norm_error(visual.features_ND) / b.totals["visual"]
+        yield Term("feature_norm", c.feature_norm_weight, norms, share)
+
+    def _read(self, rows: SftBatch, visual: VisualTokens) -> Tensor:
+        embeds = self.backbone.embed(rows.ids_RT.masked_fill(rows.image_RT, 0))
+        embeds = embeds.masked_scatter(rows.image_RT[..., None], visual.features_ND.to(embeds.dtype))
+        return decoder_pass(
+            self.backbone,
+            None,
+            embeds,
+            rows.positions,
+            real_BT=rows.real_RT,
+            segment_BT=rows.segment_RT,
+            window_position_BT=rows.place_RT if self.backbone.windowed else None,
+            image_BT=rows.image_RT,
+            deepstack=visual.deepstack,
+        )[1]
+
+    def _dense(self, features_ND: Tensor, b: BaseBatch) -> Tensor:
+        total = features_ND.sum() * 0.0
+        for number, head in enumerate(self.heads):
+            total = total + nn.functional.cross_entropy(
+                head(features_ND).float(), b.dense_NA[:, number], ignore_index=-1, reduction="sum"
+            )
+        return total / b.totals["dense"]
+
+    # ------------------------------------------------------------------ data
+
+    def _steps(self, step: int) -> Iterator[tuple[list[BaseBatch], Draws]]:
+        """Microbatches of ``step`` and the following ones; worker processes make them ahead of time."""
+        data = self.settings.data
+        if self._prefetched is None:
+            if data.workers and data.keep_encoded and not self.rows.kept:
+                self.rows.encode_all(data.workers)
+            self._prefetched = prefetch(self._make, self._orders(step), data.workers)
+        for (position, _), made in self._prefetched:
+            self._position = position
+            yield made
+
+    def _orders(self, step: int) -> Iterator[tuple[dict[str, Any], tuple[int, list[Place]]]]:
+        """Per step: where the data stands after it, and what it is made of."""
+        places = self.samples.places()
+        while True:
+            drawn = [next(places) for _ in range(self.share)]
+            yield self.samples.state_dict(), (step, drawn)
+            step += 1
+
+    def _make(self, order: tuple[int, list[Place]]) -> tuple[list[BaseBatch], Draws]:
+        """Encode and lay out one step; and which of its rows cannot be used. May run in another process."""
+        step, drawn = order
+        generator = torch.Generator().manual_seed((self.settings.run.seed * 1_000_003 + step) * 4099 + self.ranks.rank)
+        made = self.rows.batches(step, drawn, self.settings.optim.microbatch, generator)
+        if self.settings.data.workers:
+            for batch in made:
+                batch.rows.stack_images()
+        return made, self.rows.encoder.draws
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"samples": self._position or self.samples.state_dict(), "draws": self.draws.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.close()
+        self.samples.load_state_dict(state["samples"])
+        self.draws.load_state_dict(state.get("draws", {"rejected": {}}))
+        self._position = None
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if self._prefetched is not None:
+            self._prefetched.close()
+            self._prefetched = None
+
+
+def _norm_error(features_ND: Tensor) -> Tensor:
+    """Sum over visual tokens of the squared distance of their root mean square from 1.
+
+    Later stages have a latent reconstruct them, and a latent comes out of a norm layer: features that have grown large
+    cannot be matched, and the reconstruction error is then about length only.
+    """
+    rms_N = features_ND.float().pow(2).mean(-1).add(1e-6).sqrt()
+    return (rms_N - 1).pow(2).sum()

@@ -1,0 +1,229 @@
+"""ReaLVR: GRPO on the text, evidence credit on the model's own latents (sec:method). All of Stage 2 is `ReaLVR`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from realvr.backbone.backbone import Backbone
+from realvr.latent.prototypes import prototypes
+from realvr.latent.recurrence import regenerate
+from realvr.latent.span import prefill, score, splice
+from realvr.latent.state import State
+from realvr.maths import credit, evidence, grpo
+from realvr.training.method import Metric, Term
+from realvr.training.readouts import readouts
+from realvr.training.rl_batch import RlBatch, Rolled, correct_and_wrong, rl_batch
+from realvr.training.rl_method import RolloutConfig, RolloutMethod
+from realvr.training.rl_records import evidence_metrics, mean, policy_metrics
+from realvr.training.settings import RlSettings
+from realvr.training.task import Collected, Metrics
+
+Routing = Literal["selective", "raw", "uniform"]
+Objective = Literal["contrast", "hinge-positive", "align"]
+
+
+class ReaLVRConfig(RolloutConfig):
+    """Rollouts, policy loss and evidence loss."""
+
+    lambda_ev: float = Field(default=0.2, ge=0)
+    """Weight of the evidence loss; 0 is LVR-RL."""
+    eta: float = Field(default=0.3, ge=0, le=1)
+    """Share of the supervision that every latent gets; the rest follows the credit."""
+    margin: float = Field(default=0.5, gt=0, le=2)
+    """Target margin m of the hinge."""
+    negatives: int = Field(default=16, ge=1)
+    """N-, prototypes of other images that each example is held against."""
+    bank: int = Field(default=1024, ge=0)
+    """Recent prototypes kept to top up a batch with too few other images (the paper's batches need none)."""
+    routing: Routing = "selective"
+    """Credit of a latent: answer contrast, raw attention of the correct answer, or the same for all."""
+    objective: Objective = "contrast"
+    """Margin over the hardest negative, the same hinge without negatives, or plain 1 - cos."""
+    mass_matched: bool = False
+    """Weights of each example sum to 1, and every arm computes both branches (app:mass-matched-factorial)."""
+    detach: bool = True
+    """Stop the gradient at the weights."""
+    on_policy: bool = True
+    """Evidence loss on a regenerated trajectory; false: on the saved latents of the rollout."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ReaLVRConfig:
+        if self.mass_matched and self.eta == 0:
+            raise ValueError("mass_matched needs eta > 0: an example without credit would have no mass")
+        if self.routing == "uniform" and not self.mass_matched and self.eta != 1:
+            raise ValueError(f"routing 'uniform' gives every latent 1/K, which is eta = 1, but eta is {self.eta}")
+        return self
+
+
+class _Evidence(RolloutMethod[ReaLVRConfig]):
+    """What the evidence loss adds to a Stage-2 method beside the step itself."""
+
+    Config = ReaLVRConfig
+    term_names: tuple[str, ...] = ("policy", "evidence")
+    metrics = {
+        **RolloutMethod.metrics,
+        "loss/evidence": Metric("evidence loss", "before lambda_ev"),
+        "evidence/margin": Metric("margin g", "cosine to p+ minus cosine to the hardest negative, where defined"),
+        "evidence/cos_positive": Metric("cosine to p+", "of the regenerated latents"),
+        "evidence/cos_hardest_negative": Metric("cosine to the hardest negative", "of the regenerated latents"),
+        "evidence/active_hinge": Metric("active hinge", "share of latents with an evidence loss above 0"),
+        "evidence/undefined": Metric("undefined", "share of prompts without an evidence loss"),
+        "evidence/credit_mass": Metric("credit mass", "sum of the credit over the latents of a prompt"),
+        "evidence/unassigned_weight": Metric("unassigned weight", "weight that no latent gets"),
+        "evidence/readout_mass": Metric("readout mass", "attention of the correct answer on the latents"),
+        "evidence/has_wrong_answer": Metric("has a wrong answer", "share of prompts whose group has one that parses"),
+        "evidence/negatives_used": Metric("negatives", "mean number per prompt"),
+        "latents/norm": Metric("latent norm", "of the regenerated latents"),
+        "latents/adjacent_cosine": Metric("adjacent cosine", "of neighbouring latents; near 1 means collapse"),
+        "grad_norm/evidence": Metric("gradient norm: evidence", "of the weighted evidence loss alone, before clipping"),
+    }
+
+    def __init__(self, backbone: Backbone, config: ReaLVRConfig) -> None:
+        super().__init__(backbone, config)
+        self.bank_size = config.bank
+        if not (config.lambda_ev and backbone.latents):
+            self.term_names = ("policy",)
+
+    @classmethod
+    def check(cls, settings: RlSettings) -> None:
+        config = settings.method
+        if isinstance(config, ReaLVRConfig) and config.lambda_ev > 0 and settings.model.latents == 0:
+            raise ValueError("an evidence loss (lambda_ev > 0) needs latents: model.latents is 0")
+
+
+class ReaLVR(_Evidence):
+    """GRPO on the sampled text, and an evidence loss on the model's own latent trajectory (eq:realvr_difference).
+
+    One differentiable prefill of each prompt serves everything: the replay of all G completions (branches behind the
+    saved latents), the regenerated trajectory (gradients through the recurrence and the prompt's keys and values) and,
+    without gradient, the readout of the correct and each wrong answer. Departures from the paper: none in the numbers.
+    """
+
+    name, order = "realvr", 0
+    fixed = {
+        "routing": "selective",
+        "objective": "contrast",
+        "mass_matched": False,
+        "detach": True,
+        "on_policy": True,
+    }
+
+    @torch.no_grad()
+    def collect(self, step: int) -> Collected[RlBatch]:
+        """Roll out, reward, and what the evidence is held against."""
+        if (kept := self.reuse(step)) is not None:  # a later update on the same rollouts
+            return Collected(kept)
+        step -= step % self.config.updates_per_rollout
+        rolled = []
+        taken = self.prompts.take()  # in one global order, whatever the number of ranks
+        with self.ranks.full_parameters():
+            for prompts in taken:
+                visual = self.backbone.encode_images(prompts.images)  # once
+                rollout = self.rollouts.sample(prompts, visual, step)  # G completions behind one latent trajectory
+                rewards = self.score(prompts, rollout.completions)
+                positive = prototypes(prompts.samples, prompts.prompts, visual)  # p+, from the evidence boxes
+                rolled.append(Rolled(prompts, visual, rollout, rewards, positive))
+        everyone = self.gather([p for each in rolled for p in each.prototypes])
+        batches = [
+            rl_batch(
+                self.backbone,
+                each,
+                advantages_BG=grpo.advantages(each.rewards.total_BG),
+                answered=correct_and_wrong(self.backbone, each.prompts.samples, each.rollout.completions),
+                negatives=self.negatives(each.prompts, everyone, self.config.negatives, step),
+                prompts_total=float(self.settings.optim.batch),
+            )
+            for each in rolled
+        ]
+        for batch in batches:
+            batch.ref_logp_BGS = self.reference_logp(batch)
+        self.normalise(batches)
+        self.bank.add(everyone)
+        return self.keep(batches, rolled)
+
+    def terms(self, b: RlBatch) -> Iterator[Term]:
+        """``policy + lambda_ev * evidence``, by one prefill with gradient."""
+        c, backbone, recompute = self.config, self.backbone, self.config.memory != "cached"
+        prompt, _ = prefill(backbone, b.batch, b.visual, checkpointed=recompute)
+        # Replay: the sampled text behind the latents of the rollout, which are constants.
+        replayed, states_BKD = splice(backbone, prompt, b.latents_BKD, checkpointed=recompute)
+        logp, entropy = replay(backbone, replayed, b, c, self.forbidden)
+        policy = policy_loss(logp, b, c)
+        yield Term("policy", 1.0, policy, b.share, policy_metrics(b, logp, entropy, c.clip, c.clip_high))
+        if not c.lambda_ev or not b.latents_BKD.shape[1]:
+            return
+        # Think again: the trajectory of today's policy, with gradients through the recurrence.
+        after, z_BKD = replayed, states_BKD
+        if c.on_policy:
+            after, z_BKD = regenerate(backbone, prompt, b.latents_BKD.shape[1], memory=c.memory)
+        r_BYK = readouts(backbone, after, b, gradient=not c.detach, checkpointed=c.memory == "checkpointed")
+        gamma_BK = slot_credit(r_BYK, b.wrong_BY, c)
+        w_BK = slot_weights(gamma_BK, c)
+        losses_B = evidence_losses(z_BKD, b, w_BK, c)
+        loss = evidence.batch_mean(losses_B, b.prompts_total)
+        yield Term("evidence", c.lambda_ev, loss, b.share, slot_metrics(b, z_BKD, r_BYK, gamma_BK, c))
+
+
+def replay(backbone: Backbone, state: State, b: RlBatch, c: RolloutConfig, forbidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the sampled text, and the entropy, under today's policy at the sampling temperature."""
+    recompute = c.memory != "cached"
+    ids, real = b.ids_BGS, b.real_BGS
+    logp, entropy, _ = score(
+        backbone, state, ids, real, temperature=c.temperature, forbidden=forbidden, checkpointed=recompute
+    )
+    return logp, entropy
+
+
+def policy_loss(logp_BGS: Tensor, b: RlBatch, c: RolloutConfig) -> Tensor:
+    """Clipped objective on the generated tokens, this microbatch's part of the step."""
+    return grpo.loss(
+        logp_BGS,
+        b.old_logp_BGS,
+        b.advantages_BG,
+        b.real_BGS,
+        clip=c.clip,
+        clip_high=c.clip_high,
+        reduction=c.reduction,
+        max_length=c.max_new,
+        beta=c.beta,
+        ref_logp=b.ref_logp_BGS,
+        denominator=b.policy_denominator,
+    )
+
+
+def slot_credit(r_BYK: Tensor, wrong_BY: Tensor, c: ReaLVRConfig) -> Tensor:
+    """``gamma``: what the correct answer reads beyond the wrong ones or, with raw routing, all that it reads."""
+    r_pos = r_BYK[:, 0]
+    if c.routing == "raw":
+        return credit.raw(r_pos)
+    return credit.selective(r_pos, credit.mean_wrong(r_pos, r_BYK[:, 1:], wrong_BY))
+
+
+def slot_weights(gamma_BK: Tensor, c: ReaLVRConfig) -> Tensor:
+    """``w``: a floor for every latent, the rest by credit."""
+    if c.mass_matched:
+        return credit.mass_matched_uniform(gamma_BK) if c.routing == "uniform" else credit.mass_matched(gamma_BK, c.eta)
+    return credit.weights(gamma_BK, 1.0 if c.routing == "uniform" else c.eta)
+
+
+def evidence_losses(z_BKD: Tensor, b: RlBatch, w_BK: Tensor, c: ReaLVRConfig) -> Tensor:
+    """``sum_t sg(w_t) [m - g_t]+`` of each prompt, or an arm without negatives."""
+    if c.objective == "contrast":
+        return evidence.loss(z_BKD, b.positive_BD, b.negatives_BMD, w_BK, c.margin, b.valid_BM, detach=c.detach)
+    if c.objective == "hinge-positive":
+        return evidence.positive_loss(z_BKD, b.positive_BD, w_BK, c.margin, detach=c.detach)
+    return evidence.alignment_loss(z_BKD, b.positive_BD, w_BK, detach=c.detach)
+
+
+def slot_metrics(b: RlBatch, z_BKD: Tensor, r_BYK: Tensor, gamma_BK: Tensor, c: ReaLVRConfig) -> Metrics:
+    """What one needs to trust the evidence term."""
+    metrics = evidence_metrics(b, z_BKD, r_BYK[:, 0], gamma_BK, c.objective, c.margin)
+    if not c.mass_matched:  # there the weights always sum to 1
+        unassigned = credit.unassigned_weight(gamma_BK.detach(), 1.0 if c.routing == "uniform" else c.eta)
+        metrics["evidence/unassigned_weight"] = mean(unassigned)
+    return metrics

@@ -1,0 +1,192 @@
+"""What every Stage-1 method has: packed rows from the mixture, adapters, and a state that survives a kill."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from pydantic import Field
+
+from realvr.backbone.loading import trained_latents
+from realvr.data.mixture import Mixture
+from realvr.data.packing import PackedStream
+from realvr.data.sample import Sample
+from realvr.data.wording import response_text, spelled_out
+from realvr.errors import UserError
+from realvr.training.adapters import Adapters
+from realvr.training.dropping import ENOUGH, over, too_many
+from realvr.training.examples import Encoder, all_of
+from realvr.training.method import Method, Metric, Run
+from realvr.training.sections import MethodConfig
+from realvr.training.settings import SftSettings, TrainSettings
+from realvr.training.sft_batch import SftBatch, SftExample, pack_rows
+from realvr.training.sources import TrainingData
+from realvr.training.task import Metrics, Ranks
+
+FEW_BOXES = 0.1
+"""Share of rows with evidence boxes below which a notice is printed."""
+WINDOW = 64  # examples considered together when rows are packed; their pixels are in memory meanwhile
+
+
+class PackedConfig(MethodConfig):
+    """Packed rows."""
+
+    may_change: ClassVar[tuple[str, ...]] = ("gradient_checkpointing", "allow_no_evidence")
+    pack_tokens: int = Field(default=4096, ge=1)
+    """Length of a packed row; no example is longer."""
+    position_jitter: int = Field(default=0, ge=0)
+    """Largest random gap in the position ids around the latent span, so that another K works at inference. Not in the
+    paper; 0 is off."""
+    hide_image_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Share of examples whose text cannot see the image, so that answers must be read from the latents. Not in the
+    paper; 0 is off."""
+    spell_out: bool = False
+    """Multiple choice: teach the answer in words before its letter, as base training does. Small models name what they
+    see before they can match it with an option. The checkpoint remembers it: Stage 2 and latent exchange read an answer
+    out in the same form. Not in the paper."""
+    gradient_checkpointing: bool = True
+    """Recompute the decoder layers in the backward pass instead of keeping their activations. Exact."""
+    allow_no_evidence: bool = False
+    """Train with latents although no row has an evidence box. The latents then learn nothing."""
+
+    def memory_advice(self) -> list[str]:
+        return [] if self.gradient_checkpointing else ["set method.gradient_checkpointing true"]
+
+
+PC = TypeVar("PC", bound=PackedConfig)
+
+
+class EncodedSamples:
+    """The mixture, encoded on the way; resumes where the mixture does."""
+
+    def __init__(self, samples: Mixture[Sample], encoder: Encoder, settings: TrainSettings) -> None:
+        self.samples, self.encoder, self.settings = samples, encoder, settings
+
+    def __iter__(self) -> Iterator[SftExample]:
+        fruitless, draws = 0, self.encoder.draws
+        for sample in self.samples:
+            draws.drawn += 1
+            example = self.encoder.sequence(sample)
+            if example is not None:
+                fruitless = 0
+                yield example
+                continue
+            fruitless += 1
+            lost = fruitless >= ENOUGH and over(draws, self.settings.data.max_dropped)
+            if lost or fruitless > self.samples.epoch_size:
+                raise too_many(draws, self.settings, f"after {fruitless:,} rows without a usable one")
+
+    def state_dict(self) -> dict[str, Any]:
+        # With the counts: rows of a window that is filled again after a kill are drawn again too.
+        return {**self.samples.state_dict(), "counts": self.encoder.draws.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.samples.load_state_dict(state)
+        if "counts" in state:  # not in checkpoints of earlier versions
+            self.encoder.draws.load_state_dict(state["counts"])
+
+
+class PackedMethod(Method[SftSettings, PC, SftBatch]):
+    """One optimizer step is ``optim.batch`` packed rows, dealt out over the ranks; packing is done by each rank."""
+
+    stage = "sft"
+    metrics: ClassVar[Mapping[str, Metric]] = {
+        "loss/next_token": Metric("next-token loss", "cross-entropy per labelled token"),
+        "data/row_fill": Metric("row fill", "share of the packed rows that is not padding"),
+        "data/examples_per_rank": Metric("examples", "examples per rank in this step"),
+        "data/with_targets": Metric("with boxes", "share of examples with evidence boxes"),
+        "grad_norm/next_token": Metric("gradient norm: next token", "of the cross-entropy alone, before clipping"),
+    }
+
+    def begin(self, run: Run[SftSettings]) -> None:
+        super().begin(run)
+        c, settings = self.config, run.settings
+        self.adapters = Adapters(self.backbone, settings.lora, markers=self.backbone.latents > 0)
+        self.backbone.spell_out = c.spell_out
+        respond = spelled_out if c.spell_out else response_text
+        self.encoder = Encoder(self.backbone, c.pack_tokens, settings.data.keep_encoded, respond)
+        self.draws = self.encoder.draws
+        self.samples = run.data.mixture(settings, run.ranks.rank, run.ranks.world)
+        encoded = EncodedSamples(self.samples, self.encoder, settings)
+        self.stream = PackedStream(encoded, len, c.pack_tokens, WINDOW)
+        self._rows: Iterator[Any] | None = None
+
+    # ------------------------------------------------------------------ the words of `collect`
+
+    def take_rows(self) -> list[list[Sequence[SftExample]]]:
+        """This rank's packed rows of the next step, cut into microbatches."""
+        data, size = self.settings.data, self.settings.optim.microbatch
+        if self._rows is None:
+            if data.workers and not self.encoder.kept:
+                self.encoder.encode_all(all_of(self.samples), data.workers, sequences=True)
+            self._rows = iter(self.stream)
+        rows = [next(self._rows).items for _ in range(self.share)]
+        return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+    def pack(self, rows: Sequence[Sequence[SftExample]], generator: torch.Generator) -> SftBatch:
+        """Rows as tensors, still in main memory."""
+        c = self.config
+        return pack_rows(
+            self.backbone, rows, jitter=c.position_jitter, hidden_ratio=c.hide_image_ratio, generator=generator
+        )
+
+    def generator(self, step: int) -> torch.Generator:
+        """Random numbers of a step on this rank."""
+        return torch.Generator().manual_seed((self.settings.run.seed * 1_000_003 + step) * 4099 + self.ranks.rank)
+
+    def total(self, *own: float) -> list[float]:
+        """Counts over all ranks, at least 1: what the losses of the step are divided by."""
+        return [max(float(sum(each)), 1.0) for each in zip(*self.ranks.gather_objects(own), strict=True)]
+
+    def row_metrics(self, batches: Sequence[SftBatch]) -> Metrics:
+        """How full the rows are, and how many examples they hold."""
+        device = self.backbone.device
+        one = torch.ones((), device=device)
+        used = torch.tensor(float(sum(int(batch.real_RT.sum()) for batch in batches)), device=device)
+        room = torch.tensor(float(sum(batch.real_RT.numel() for batch in batches)), device=device)
+        examples = torch.tensor(float(sum(batch.examples for batch in batches)), device=device)
+        return {
+            "data/row_fill": (used, room),
+            "data/examples_per_rank": (examples, one),
+            **self.draws.metrics(device, self.ranks.world),
+            "tokens": (used, one / self.ranks.world),
+        }
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stream": self.stream.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stream.load_state_dict(state["stream"])
+        self._rows = None
+
+    def export(self, directory: Path) -> None:
+        self.adapters.export(self.backbone, directory)
+
+    @classmethod
+    def check_data(cls, settings: SftSettings, data: TrainingData, ranks: Ranks) -> None:
+        """Latents learn from rows with evidence boxes alone: refuse data without any, warn where there are few."""
+        chosen = settings.model.latents
+        if chosen == 0 or (chosen is None and trained_latents(settings.model.path) == 0):  # Direct-SFT: no span
+            return
+        sources = [
+            found for found, source in zip(data.census.sources, settings.data.sources, strict=True) if source.weight
+        ]
+        boxes, rows = (sum(getattr(found, name) for found in sources) for name in ("with_boxes", "usable"))
+        config = settings.method
+        if not boxes and not (isinstance(config, PackedConfig) and config.allow_no_evidence):
+            raise UserError(
+                f"none of the {rows:,} rows of {', '.join(found.path for found in sources)} has an evidence box, so "
+                "the latents would learn nothing: add boxes (docs/data.md), train the control without latents "
+                "(--method direct-sft), or go on all the same (--allow-no-evidence)"
+            )
+        if boxes < FEW_BOXES * rows and ranks.rank == 0:
+            warnings.warn(
+                f"{boxes:,} of {rows:,} rows ({boxes / rows:.1%}) have evidence boxes: the latents learn from these "
+                "alone",
+                stacklevel=2,
+            )
