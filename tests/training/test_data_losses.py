@@ -140,7 +140,7 @@ def test_a_run_without_a_row_that_fits_says_what_to_change(
     config = str(config_file(configure(kind, trained, data, tmp_path / "run"), tmp_path / "config.yaml"))
     assert main(["train", kind, config, f"--{limit.replace('_', '-')}", "8"]) == 2
     said = capsys.readouterr().err
-    assert "too_long" in said and f"raise {limit}" in said and f"{data}, row" in said and "{" not in said
+    assert "too_long" in said and f"raise method.{limit}" in said and f"{data}, row" in said and "{" not in said
     encoding = record(tmp_path / "run")["encoding"]
     assert encoding["drawn"] in drawn and encoding["rejected"] == {"too_long": encoding["drawn"]}
 

@@ -145,13 +145,13 @@ def right(exact: Pair, examples: list[SftExample]) -> tuple[float, dict[str, Ten
 def errors(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """What the step finds as each example's reconstruction loss."""
     found: list[Tensor] = []
-    original = sft_step.reconstruction.per_example
+    original = lvr_sft.reconstruction.per_example
 
     def spy(*args: Any) -> Tensor:
         found.append(original(*args).detach())
         return original(*args)
 
-    monkeypatch.setattr(sft_step.reconstruction, "per_example", spy)
+    monkeypatch.setattr(lvr_sft.reconstruction, "per_example", spy)
     return found
 
 
@@ -183,6 +183,7 @@ def test_losses_of_each_example(
             own = slice(start, start + count)
             only = replace(micro, predict_M2=micro.predict_M2[own], labels_M=micro.labels_M[own], tokens_total=1.0)
             ce, _ = step(only, term="next_token")
+            step(only, term="reconstruction")
             expected_ce, expected_rec = right[2][number]
             assert float(ce) == pytest.approx(expected_ce, rel=TOLERANCE)
             assert float(errors[-1][place]) == pytest.approx(expected_rec, rel=TOLERANCE, abs=1e-15)
@@ -387,7 +388,7 @@ def attention_of(
     pair: Pair, micro: SftBatch, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """Attention (L, R, H, T, T) inside the step, its loss and its metrics."""
-    probe, original = Probe(heads=True), sft_step.decoder_pass
+    probe, original = Probe(heads=True), lvr_sft.decoder_pass
 
     def probed(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs, probes=[probe])
