@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 
+import stage_runs
 import training_task
 from plain_engine import PlainEngine
 from realvr.backbone import Backbone
@@ -21,7 +22,7 @@ from realvr.cli import main
 from realvr.errors import UserError
 from realvr.training import engine as engines
 from realvr.training.dry_run import dry_run
-from stage_runs import config_file, configure, environment, lines, numbers, run, world, write
+from stage_runs import command, config_file, configure, environment, lines, numbers, run, world, write
 from training_task import Options, RegressionTask, make_settings
 
 TRAINING = Path(engines.__file__).parents[1]
@@ -85,6 +86,53 @@ def test_another_engine_estimates_its_memory(tmp_path: Path, capsys: pytest.Capt
     for text, share in zip(texts, (1, 2), strict=True):
         assert f"gradients: {numbers * 8 / share / 2**30:.3f} GiB" in text
         assert f"optimizer: {numbers * 16 / share / 2**30:.3f} GiB" in text
+
+
+IN_STEP = """
+import json, sys
+from collections import Counter
+from pathlib import Path
+import torch
+import stage_runs
+from realvr.training.engine.ddp import DDP
+
+DDP.lockstep, passes, leave = sys.argv.pop() == "in-step", Counter(), DDP.exit
+
+def count(module, *_):
+    if not torch.is_grad_enabled():
+        passes[type(module).__name__] += 1
+
+def write_and_leave(engine, code):
+    Path(sys.argv[2]).with_name(f"passes-{engine.rank}.json").write_text(json.dumps(passes, sort_keys=True))
+    return leave(engine, code)
+
+torch.nn.modules.module.register_module_forward_hook(count)
+DDP.exit = write_and_leave
+sys.exit(stage_runs.main())
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_roll_out_in_step(trained: Path, tmp_path: Path) -> None:
+    """As an engine with sharded parameters needs it: equally many passes of every module, and the same numbers."""
+    data = write(world(8), tmp_path / "data")
+    (tmp_path / "in_step.py").write_text(IN_STEP)
+    passes, records = {}, {}
+    for how in ("in-step", "freely"):
+        folder = tmp_path / how
+        folder.mkdir()
+        raw = configure("rl", trained, data, folder / "run", max_new=12, optim={"steps": 2, "microbatch": 1})
+        arguments = command("rl", config_file(raw, folder / "config.yaml"), how, ranks=2)
+        arguments[arguments.index(stage_runs.__file__)] = str(tmp_path / "in_step.py")
+        path = os.pathsep.join([str(Path(stage_runs.__file__).parent), environment()["PYTHONPATH"]])
+        variables = environment() | {"PYTHONPATH": path}
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=300, env=variables)
+        assert done.returncode == 0, done.stdout + done.stderr
+        passes[how] = [(folder / f"passes-{rank}.json").read_text() for rank in range(2)]
+        records[how] = numbers(lines(folder / "run"))
+    assert passes["freely"][0] != passes["freely"][1], "the test needs ranks that end at different times"
+    assert passes["in-step"][0] == passes["in-step"][1]
+    assert records["in-step"] == records["freely"]
 
 
 # ---------------------------------------------------------------------- nothing goes around it
