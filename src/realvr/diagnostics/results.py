@@ -7,6 +7,7 @@ from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
+from realvr.evaluation.results import Answering
 from realvr.runs.records import ResultFile, Text
 
 
@@ -74,10 +75,16 @@ class Distances(TypedDict):
 
 
 class Settings(TypedDict):
-    """What decides the records of a run over pairs or questions."""
+    """``NAME_settings.json``: what decides the records of a run. Diagnostics add settings of their own."""
 
-    model: NotRequired[dict[Text, Any]]
+    diagnostic: NotRequired[Text]
+    model: NotRequired[Answering]
     data: NotRequired[Text]
+    limit: NotRequired[int | None]
+    latents: NotRequired[int | None]
+
+
+SETTINGS_FILE = ResultFile(Settings, "realvr diagnose", "name another --out, or remove the folder to start again")
 
 
 class Counterfactual(TypedDict):
@@ -130,19 +137,3 @@ class Grounding(TypedDict):
     margin: Mean
     cos_positive: Mean
     oracle_margin: Mean
-
-
-_AGAIN = "run {} again, it keeps its answers"
-COUNTERFACTUAL_FILE = ResultFile(Counterfactual, "realvr counterfactual", _AGAIN.format("realvr counterfactual"))
-EXCHANGE_FILE = ResultFile(Exchange, "realvr exchange", _AGAIN.format("realvr exchange"))
-GROUNDING_FILE = ResultFile(Grounding, "realvr demo", "remove the folder and run realvr demo again")
-FILES: dict[str, ResultFile[Any]] = {
-    "counterfactual": COUNTERFACTUAL_FILE,
-    "exchange": EXCHANGE_FILE,
-    "grounding": GROUNDING_FILE,
-}
-TITLES = {
-    "counterfactual": "Counterfactual pairs",
-    "exchange": "Latent exchange",
-    "grounding": "Latents against the evidence of held-out questions",
-}

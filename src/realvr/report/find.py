@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from realvr.diagnostics.results import FILES
+from realvr.diagnostics.base import DIAGNOSTICS
+from realvr.diagnostics.results import SETTINGS_FILE, Settings
 from realvr.errors import UserError
 from realvr.evaluation.benchmark import known_policies
 from realvr.evaluation.results import EVAL_FILE, EvalRecord, is_spread, load_summary
@@ -21,6 +23,7 @@ from realvr.runs.files import read_json
 from realvr.training.records import METRICS, TrainingRun, load_run
 
 ARM_LIST = "demo.json"
+_SETTINGS = "_settings.json"
 _SKIPPED = {"final", "checkpoints", "latents", "tensorboard", "report", "world"}
 _GENERIC = {"train", "training", "eval", "evaluation", "pairs", "sweep"}
 """Folder names that say what was done and not to which model, beside the names of diagnostics."""
@@ -46,7 +49,7 @@ def find(roots: Sequence[Path], policy: str | None = None) -> Results:
         if (folder / ARM_LIST).is_file():
             arms += _listed(folder, found, rest, results)
     if not arms and not rest:
-        raise UserError(_nothing(roots, results.unfinished, policy))
+        raise UserError(_nothing(roots, results))
     for arm in _group(rest):
         arm.main = not results.demo
         arms.append(arm)
@@ -69,7 +72,7 @@ def _folders(root: Path) -> list[Path]:
 
 def _name(folder: Path, root: Path) -> str:
     root = root.resolve()
-    parts = [part for part in folder.relative_to(root).parts if part not in _GENERIC and part not in FILES]
+    parts = [part for part in folder.relative_to(root).parts if part not in _GENERIC and part not in DIAGNOSTICS]
     return "/".join(parts) or root.name or "results"
 
 
@@ -86,11 +89,25 @@ def _read(folder: Path, results: Results) -> list[Result]:
             made.append(Evaluation(folder, scored, load_summary(scored), record))
     elif (folder / RECORD).is_file() or any(folder.glob("predictions*.jsonl")):
         results.unfinished.append(folder)
-    for name, kind in FILES.items():
-        file, settings = folder / f"{name}.json", folder / f"{name}_settings.json"
-        if file.is_file():
-            made.append(Measurement(name, folder, kind.load(file), read_json(settings) if settings.is_file() else {}))
+    for kind in DIAGNOSTICS:
+        measured = kind.read(folder)
+        if measured is not None:
+            file, summary = measured
+            made.append(Measurement(kind.name, folder, file, summary, _settings(folder, kind.name, summary, file)))
+    results.foreign += _foreign(folder)
     return made
+
+
+def _settings(folder: Path, name: str, summary: Any, file: Path) -> Settings:
+    """What a diagnostic was run with, from its own file or from its summary."""
+    own = folder / f"{name}{_SETTINGS}"
+    return SETTINGS_FILE.load(own) if own.is_file() else SETTINGS_FILE.parse(summary.get("settings") or {}, file)
+
+
+def _foreign(folder: Path) -> list[tuple[Path, str]]:
+    """(folder, name) of diagnostics that left results here and are not registered."""
+    names = [SETTINGS_FILE.load(file).get("diagnostic") for file in sorted(folder.glob(f"*{_SETTINGS}"))]
+    return [(folder, name) for name in names if name is not None and name not in DIAGNOSTICS]
 
 
 def _is_overview(file: Path) -> bool:
@@ -133,7 +150,7 @@ def _listed(folder: Path, found: Found, rest: list[tuple[Result, str]], results:
 def _is(result: Result, kind: str) -> bool:
     """Whether a result is what a list calls ``kind``."""
     if isinstance(result, Measurement):
-        return result.name == kind
+        return kind not in ("train", "eval", "sweep")  # diagnostics of one folder are about one model
     return kind == "train" if isinstance(result, TrainingRun) else kind in ("eval", "sweep")
 
 
@@ -192,12 +209,22 @@ def _rename(arms: Sequence[Arm]) -> None:
             arm.name = f"{arm.name} ({seen[arm.name]})"
 
 
-def _nothing(roots: Sequence[Path], unfinished: Sequence[Path], policy: str | None) -> str:
-    where = ", ".join(str(root) for root in roots)
-    if unfinished:
+def _nothing(roots: Sequence[Path], results: Results) -> str:
+    where, policy = ", ".join(str(root) for root in roots), results.policy
+    if results.unfinished:
         under, again = (f" under {policy}", f" --policy {policy}") if policy else ("", "")
-        return f"{where}: only evaluations without a summary{under}; write it with realvr score {unfinished[0]}{again}"
-    looked = ", ".join(
-        [f"{METRICS} (training runs)", f"{SUMMARY}.json (evaluations)", *(f"{name}.json" for name in FILES)]
-    )
-    return f"{where}: no results in it or below it; looked for {looked}"
+        first = results.unfinished[0]
+        return f"{where}: only evaluations without a summary{under}; write it with realvr score {first}{again}"
+    if results.foreign:
+        return not_loaded(*results.foreign[0])
+    files = [
+        f"{METRICS} (training runs)",
+        f"{SUMMARY}.json (evaluations)",
+        *(f"{one.name}.json" for one in DIAGNOSTICS),
+    ]
+    return f"{where}: no results in it or below it; looked for {', '.join(files)}"
+
+
+def not_loaded(folder: Path, name: str) -> str:
+    """A sentence about results of a diagnostic that is not registered."""
+    return f"{folder} holds results of diagnostic {name}, which is not known here; add --plugin FILE.py to show them"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from realvr.diagnostics.base import DIAGNOSTICS, Highlight
 from realvr.evaluation.benchmark import eval_command, known_policies
 from realvr.evaluation.comparison import compare
 from realvr.evaluation.effects import TITLES, effects
 from realvr.evaluation.finished import predictions_of
 from realvr.evaluation.results import is_spread
 from realvr.evaluation.summary_files import other_policies, summary_path
-from realvr.report.results import Arm, Evaluation, Json, Measurement, Results
+from realvr.report.find import not_loaded
+from realvr.report.results import Arm, Evaluation, Results
 from realvr.report.scores import (
     bench_names,
     difference_cell,
@@ -23,7 +25,6 @@ from realvr.report.scores import (
     score_cell,
     title,
 )
-from realvr.training.records import TrainingRun
 from realvr.widgets import (
     DASH,
     FEW_PAIRS,
@@ -33,15 +34,11 @@ from realvr.widgets import (
     Section,
     Table,
     Text,
-    average,
     interval,
     missing,
     number,
-    share,
 )
 from realvr.widgets.charts import Bar, forest
-
-FLIP = "two-turn/keep"
 
 
 def overview(results: Results, baseline: Arm | None) -> Section:
@@ -70,10 +67,7 @@ def overview(results: Results, baseline: Arm | None) -> Section:
 
 def _not_loaded(results: Results) -> list[str]:
     """Results that need code from outside the package, which nobody named."""
-    said = [
-        f"{file} is of a diagnostic that is not loaded, and is left out; realvr report --plugin FILE.py shows it."
-        for file in results.foreign
-    ]
+    said = [f"{not_loaded(*one)}." for one in results.foreign]
     for arm in results.arms:
         if arm.eval is not None and (names := rule_missing(arm.eval)):
             said.append(
@@ -152,52 +146,32 @@ def _headline_figure(arms: Sequence[Arm]) -> list[Figures]:
 
 def _effects(arms: Sequence[Arm], caption: str) -> Table | None:
     """What the span does, in one line per arm."""
+    shown = [(kind.name, highlight) for kind in DIAGNOSTICS for highlight in kind.highlights]
     rows: list[list[Cell | str]] = []
     for arm in arms:
-        measured = arm.diagnostics
-        cells = [*_effect_cells(arm.eval), *_flip_cells(measured.get("counterfactual"))]
-        cells += [_lift_cell(measured.get("exchange")), *_evidence_cells(measured.get("grounding"), arm.train)]
+        cells = [*_effect_cells(arm.eval), *(_highlight_cell(arm, name, one) for name, one in shown)]
         if any(cell.text != DASH for cell in cells):
             rows.append([arm.name, *cells])
-    header = ["arm", *(f"{name} (points)" for name in TITLES.values())]
-    header += ["strict flip, %", "false flip, %", "donor-answer lift (points)", "evidence margin g", "cos to p⁺"]
-    note = (
+    header = ["arm", *(f"{name} (points)" for name in TITLES.values()), *(one.heading for _, one in shown)]
+    notes = [
         "Help and dependence: of the mean over the tasks, with the share of readable replies under the condition; a "
-        "reply that cannot be read counts as wrong and is no evidence of use. Strict flip: both views of an edited "
-        "pair answered correctly (two turns, mean over edits). Donor-answer lift: the whole span taken from "
-        "the other view. Margin and cosine: over held-out questions where they were measured, else the mean of the "
-        "last tenth of training, without an interval."
-    )
-    return Table(caption, header, rows, note) if rows else None
+        "reply that cannot be read counts as wrong and is no evidence of use.",
+        *(one.note for _, one in shown if one.note),
+    ]
+    return Table(caption, header, rows, " ".join(notes)) if rows else None
+
+
+def _highlight_cell(arm: Arm, name: str, highlight: Highlight) -> Cell:
+    """A diagnostic's number, or the metric of training that stands in for it."""
+    measured = arm.diagnostics.get(name)
+    if measured is not None:
+        return highlight.cell(measured.summary)
+    return last_tenth(arm.train, highlight.metric) if highlight.metric else Cell(DASH)
 
 
 def _effect_cells(result: Evaluation | None) -> list[Cell]:
     found = effects(means(result.summary)) if result is not None else {}
     return [effect_cell(found.get(name), read=True) for name in TITLES]
-
-
-def _flip_cells(result: Measurement | None) -> list[Cell]:
-    protocols: Json = result.summary["protocols"] if result is not None else {}
-    found = protocols.get(FLIP) or protocols.get("two-turn/none")
-    if found is None:
-        return [Cell(DASH)] * 2
-    made = []
-    for key, pairs in (("strict_correct_flip", "changed"), ("false_flip", "unchanged")):
-        cell = share(found["macro"][key], counts=False)
-        made.append(Cell(cell.text, cell.below, found["all"][pairs] < FEW_PAIRS, cell.value))
-    return made
-
-
-def _lift_cell(result: Measurement | None) -> Cell:
-    rows = result.summary["rows"] if result is not None else []
-    full = [row for row in rows if row["condition"] == "swap" and row["selector"] == "full"]
-    return average(full[0]["donor_lift"], 1) if full else Cell(DASH)
-
-
-def _evidence_cells(held_out: Measurement | None, training: TrainingRun | None) -> list[Cell]:
-    if held_out is None:
-        return [last_tenth(training, name) for name in ("evidence/margin", "evidence/cos_positive")]
-    return [average(held_out.summary[name], 3, sign) for name, sign in (("margin", True), ("cos_positive", False))]
 
 
 def _against(arms: Sequence[Arm], baseline: Arm) -> Table | None:

@@ -13,11 +13,11 @@ import jinja2
 from markupsafe import Markup
 
 from realvr import __version__
+from realvr.diagnostics.base import DIAGNOSTICS, Shown
 from realvr.errors import UserError
 from realvr.report import paper
 from realvr.report.find import find
 from realvr.report.overview import further, overview
-from realvr.report.pairs import counterfactual, exchange
 from realvr.report.provenance import provenance
 from realvr.report.results import Arm, Results
 from realvr.report.scores import ablation, benchmarks, sweep
@@ -52,11 +52,18 @@ def make_sections(results: Results, baseline: str | None = None) -> list[Section
         benchmarks(results, paper.beside),
         ablation(results),
         sweep(results),
-        counterfactual(results),
-        exchange(results),
+        *(kind().section(_shown(results, kind.name)) for kind in DIAGNOSTICS),
         further(results),
         paper.section(),
         provenance(results),
+    ]
+
+
+def _shown(results: Results, diagnostic: str) -> list[Shown]:
+    return [
+        Shown(arm.name, arm.diagnostics[diagnostic].summary, arm.number)
+        for arm in results.arms
+        if diagnostic in arm.diagnostics
     ]
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 
-from realvr.diagnostics.results import TITLES
+from realvr.diagnostics.base import DIAGNOSTICS
+from realvr.diagnostics.results import Settings
 from realvr.evaluation.results import EvalRecord
 from realvr.report.results import Evaluation, Json, Measurement, Result, Results
 from realvr.training.records import SETTINGS, TrainingRun
@@ -33,7 +34,10 @@ _TITLES = {"train": "Training", "eval": "Evaluation", "sweep": "Sweep over K"}
 
 
 def _result(kind: str, result: Result) -> list[Any]:
-    widgets: list[Any] = [Text(f"{_TITLES.get(kind) or TITLES[kind]}: {result.folder}", "heading")]
+    if isinstance(result, Measurement) and not result.alone:
+        return []
+    title = DIAGNOSTICS.get(kind).title if isinstance(result, Measurement) else _TITLES[kind]
+    widgets: list[Any] = [Text(f"{title}: {result.folder}", "heading")]
     if isinstance(result, TrainingRun):
         return [*widgets, *_training(result)]
     settings = result.record if isinstance(result, Evaluation) else result.settings
@@ -90,18 +94,24 @@ def command(result: Evaluation | Measurement) -> str:
     if isinstance(result, Evaluation):
         words = ["realvr", "eval", model, *_eval_options(result.record)]
     else:
-        words = ["realvr", result.name, model, *_diagnostic_options(result.settings)]
+        kind = DIAGNOSTICS.get(result.name)
+        verb = kind.how().partition(" MODEL")[0].split()
+        own = ["limit", "latents", *kind.Settings.model_fields]
+        words = [*verb, model, str(result.settings.get("data", "DATA")), *_options(result.settings, own)]
     most = (result.model.get("sampling") or {}).get("max_new")
     words += [] if most is None else ["--max-new", str(most)]
     return shlex.join([*words, "--out", str(result.folder)])
 
 
-def _diagnostic_options(settings: Json) -> list[str]:
-    words = [str(settings.get("data", "DATA"))]
-    for name in ("limit", "latents", "seeds", "k"):
-        if (value := settings.get(name)) not in (None, []):
-            words += [f"--{name}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]
-    return [*words, "--policy", str(settings.get("policy", "strict"))]
+def _options(settings: Settings, names: Sequence[str]) -> list[str]:
+    """Options of the command line that were recorded."""
+    words = []
+    for name in names:
+        value = {**settings}.get(name)
+        if value is not None:
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            words += [f"--{name.replace('_', '-')}", text]
+    return words
 
 
 def _eval_options(record: EvalRecord) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
+from realvr.diagnostics.results import Settings
 from realvr.evaluation.results import AnySummary, EvalRecord
 from realvr.runs.records import ResultFile, Text
 from realvr.training.records import TrainingRun
@@ -34,18 +35,24 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A folder of one diagnostic."""
+    """What one diagnostic left in a folder."""
 
     name: str
     folder: Path
-    summary: Json
-    settings: Json
+    file: Path
+    summary: Any
+    """Of the diagnostic's own type."""
+    settings: Settings
     """Empty where there are none."""
 
     @property
     def model(self) -> Json:
-        found = self.settings.get("model")
-        return found if isinstance(found, dict) else {}
+        return dict(self.settings.get("model", {}))
+
+    @property
+    def alone(self) -> bool:
+        """Whether it has a file of its own, and is no part of another diagnostic's."""
+        return self.file.stem == self.name
 
 
 Result = TrainingRun | Evaluation | Measurement
@@ -96,8 +103,8 @@ class Results:
     demo: bool = False
     unfinished: list[Path] = field(default_factory=list)
     """Folders of evaluations without a summary."""
-    foreign: list[Path] = field(default_factory=list)
-    """Results of diagnostics that are not registered."""
+    foreign: list[tuple[Path, str]] = field(default_factory=list)
+    """Folders with results of diagnostics that are not registered, and their names."""
     policy: str | None = None
     """The policy that was asked for; None: each run's own."""
 
