@@ -23,7 +23,7 @@ from realvr.errors import UserError
 from realvr.registry import Registry
 from realvr.runs.journal import Record
 from realvr.runs.records import ResultFile
-from realvr.widgets import Cell, Fold, Section, Text, Widget, missing, tables_of
+from realvr.widgets import Cell, Fold, Section, Table, Text, Widget, missing, tables_of
 
 if TYPE_CHECKING:
     from realvr.diagnostics.model import Model
@@ -272,6 +272,11 @@ class Diagnostic:
         """The summary that a run left in a folder, and its file; None where there is none."""
         file = folder / f"{cls.name}.json"
         return (file, cls.result_file().load(file)) if file.is_file() else None
+
+    @classmethod
+    def paper_tables(cls) -> list[Table]:
+        """The paper's numbers, which the report shows apart from its own; see `realvr.evaluation.published`."""
+        return []
 
     def section(self, results: Sequence[Shown]) -> Section:
         """Its part of the report."""

@@ -27,8 +27,9 @@ from realvr.diagnostics.distances import Distances
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.pairs import Pair
 from realvr.errors import UserError
+from realvr.evaluation.published import published
 from realvr.runs.journal import Record, read_records
-from realvr.widgets import DASH, FEW_PAIRS, Cell, Figures, Switch, Table, Text, Widget, number, share
+from realvr.widgets import DASH, FEW_PAIRS, Cell, Figures, Switch, Table, Text, Widget, number, share, with_std
 from realvr.widgets.charts import Bar, forest
 
 Protocol = Literal["two-turn", "separate"]
@@ -190,6 +191,22 @@ class Counterfactual(Diagnostic):
 
     def csv_rows(self, summary: Any, name: str) -> list[dict[str, Any]]:
         return counterfactual_summary.csv_rows(summary)
+
+    @classmethod
+    def paper_tables(cls) -> list[Table]:
+        names = {
+            "original_accuracy": "A₀",
+            "edited_accuracy": "A₁",
+            "prediction_change": "change",
+            "strict_paired_correct_flip": "strict flip",
+            "false_flip": "false flip",
+        }
+        rows: list[list[Cell | str]] = []
+        for row in published("complete-counterfactual"):
+            sizes = f"{row.values['changed'][0]:.0f} / {row.values['unchanged'][0]:.0f}"
+            rows.append([row.method, row.row, sizes, *(with_std(*row.values[name]) for name in names)])
+        header = ["method", "edit", "|C| / |U|", *names.values()]
+        return [Table("Paired counterfactual behaviour, %", header, rows)]
 
     def draw(self, results: Sequence[Shown]) -> list[Widget]:
         panels = []

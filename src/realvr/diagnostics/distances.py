@@ -26,8 +26,9 @@ from realvr.diagnostics.counterfactual_summary import DISTANCES, summarise_dista
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import controls_line
 from realvr.diagnostics.pairs import Pair, unrelated
+from realvr.evaluation.published import published
 from realvr.runs.journal import Record
-from realvr.widgets import DASH, Cell, Table, Widget, average
+from realvr.widgets import DASH, Cell, Table, Widget, average, number
 
 
 class Summary(TypedDict):
@@ -83,6 +84,15 @@ class Distances(Diagnostic):
 
         beside = Counterfactual.read(folder)
         return beside if beside is not None and beside[1].get("distances") else None
+
+    @classmethod
+    def paper_tables(cls) -> list[Table]:
+        names = {"latent_distance": "latent distance", "final_distance": "final distance"}
+        rows: list[list[Cell | str]] = [
+            [row.method, row.row, *(Cell(number(row.values[name][0], 6), value=row.values[name][0]) for name in names)]
+            for row in published("diag-counterfactual")
+        ]
+        return [Table("Distances", ["method", "edit", *names.values()], rows)]
 
     def draw(self, results: Sequence[Shown]) -> list[Widget]:
         rows: list[list[Cell | str]] = []

@@ -28,6 +28,7 @@ from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import controls_line
 from realvr.diagnostics.pairs import Pair, unrelated
 from realvr.errors import UserError
+from realvr.evaluation.published import published
 from realvr.runs.journal import Record
 from realvr.widgets import DASH, Cell, Figures, Key, Table, Text, Widget, average, number, share
 from realvr.widgets.charts import Line, Point, lines
@@ -232,6 +233,16 @@ class Exchange(Diagnostic):
 
     def csv_rows(self, summary: Any, name: str) -> list[dict[str, Any]]:
         return exchange_summary.csv_rows(summary)
+
+    @classmethod
+    def paper_tables(cls) -> list[Table]:
+        digits = {"donor_answer_lift": 1, "donor_margin_shift": 2}
+        rows: list[list[Cell | str]] = [
+            [row.method, row.row, *(Cell(number(row.values[key][0], n, sign=True)) for key, n in digits.items())]
+            for row in published("latent-exchange")
+        ]
+        header = ["method", "positions", "donor-answer lift (points)", "donor-margin shift (nats)"]
+        return [Table("Latent exchange", header, rows)]
 
     def draw(self, results: Sequence[Shown]) -> list[Widget]:
         shams = [Text(_sham(result)) for result in results]

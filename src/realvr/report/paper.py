@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from realvr.diagnostics.base import DIAGNOSTICS
 from realvr.evaluation.benchmark import BENCHMARKS, title
 from realvr.evaluation.published import AVERAGE, Row, mean_columns, published
 from realvr.widgets import DASH, Cell, Fold, Section, Table, Text, number, with_std
@@ -12,14 +14,14 @@ MARK = "published, not measured here"
 _SOURCE = "From the paper; standard deviations over its training seeds where it prints them."
 
 
-def _cells(row: Row, names: Sequence[str], digits: int = 1) -> list[Cell]:
+def _cells(row: Row, names: Sequence[str]) -> list[Cell]:
     made = []
     for name in names:
         value = row.values.get(name)
         if value is None:
             made.append(Cell(DASH))
         else:
-            made.append(with_std(*value) if digits == 1 else Cell(number(value[0], digits), value=value[0]))
+            made.append(with_std(*value))
     return made
 
 
@@ -33,7 +35,7 @@ def section() -> Section:
             "over drawn pictures, other questions or parts of a set cannot be compared with them."
         )
     )
-    made.widgets += [*result_tables(), *sweep_table(), *ablation_tables(), *counterfactual_tables(), *exchange_tables()]
+    made.widgets += [*result_tables(), *sweep_table(), *ablation_tables(), *diagnostic_tables()]
     return made
 
 
@@ -61,13 +63,9 @@ def _benches(caption: str, rows: Sequence[Row], name: str = "method") -> Table:
 
 def result_tables() -> list[Fold]:
     """tab:main-backbone-results, and the other backbones one by one."""
-    folds = [
-        Fold(
-            f"The paper's results on Qwen2.5-VL-7B ({MARK})",
-            [_benches("Qwen2.5-VL-7B, %", published("main-backbone-results"))],
-            published=True,
-        )
-    ]
+    main = published("main-backbone-results")
+    name = main[0].backbone
+    folds = [Fold(f"The paper's results on {name} ({MARK})", [_benches(f"{name}, %", main)], published=True)]
     rows = published("cross-backbone-results")
     backbones = dict.fromkeys(row.backbone for row in rows)
     made = [_benches(f"{name}, %", [row for row in rows if row.backbone == name]) for name in backbones]
@@ -80,59 +78,29 @@ def sweep_table() -> list[Fold]:
     made: list[list[Cell | str]] = [
         [title(row.row), *(Cell(number(row.values[k][0], sign=True)) for k in budgets)] for row in rows
     ]
-    caption = f"ReaLVR on Qwen2.5-VL-7B: difference from K = 8, percentage points ({MARK})"
+    caption = f"{rows[0].method} on {rows[0].backbone}: difference from K = 8, percentage points ({MARK})"
     table = Table(caption, ["benchmark", *(f"K = {k}" for k in budgets)], made, _SOURCE, published=True)
     return [Fold(f"The paper's latent budgets ({MARK})", [table], published=True)]
 
 
 def ablation_tables() -> list[Fold]:
     """tab:mablation and tab:mass-matched-factorial."""
+    rows = published("mablation")
     made = [
-        _benches("Ablations on Qwen2.5-VL-7B, %", published("mablation"), "variant"),
+        _benches(f"Ablations on {rows[0].backbone}, %", rows, "variant"),
         _benches("Mass-matched factorial, %", published("mass-matched-factorial"), "variant"),
     ]
     return [Fold(f"The paper's ablations ({MARK})", made, published=True)]
 
 
-def counterfactual_tables() -> list[Fold]:
-    names = {
-        "original_accuracy": "A₀",
-        "edited_accuracy": "A₁",
-        "prediction_change": "change",
-        "strict_paired_correct_flip": "strict flip",
-        "false_flip": "false flip",
-    }
-    rows: list[list[Cell | str]] = [
-        [
-            row.method,
-            row.row,
-            f"{row.values['changed'][0]:.0f} / {row.values['unchanged'][0]:.0f}",
-            *_cells(row, list(names)),
-        ]
-        for row in published("complete-counterfactual")
+def diagnostic_tables() -> list[Fold]:
+    """The paper's tables of every diagnostic that has some."""
+    return [
+        Fold(f"{kind.title} in the paper ({MARK})", [_marked(table) for table in tables], published=True)
+        for kind in DIAGNOSTICS
+        if (tables := kind.paper_tables())
     ]
-    header = ["method", "edit", "|C| / |U|", *names.values()]
-    table = Table(f"Paired counterfactual behaviour, % ({MARK})", header, rows, _SOURCE, published=True)
-    distances = {"latent_distance": "latent distance", "final_distance": "final distance"}
-    moved: list[list[Cell | str]] = [
-        [row.method, row.row, *_cells(row, list(distances), 6)] for row in published("diag-counterfactual")
-    ]
-    second = Table(f"Distances ({MARK})", ["method", "edit", *distances.values()], moved, _SOURCE, published=True)
-    return [Fold(f"The paper's counterfactual pairs ({MARK})", [table, second], published=True)]
 
 
-def exchange_tables() -> list[Fold]:
-    rows: list[list[Cell | str]] = [
-        [
-            row.method,
-            row.row,
-            *(Cell(number(row.values[key][0], digits, sign=True)) for key, digits in _EXCHANGE.items()),
-        ]
-        for row in published("latent-exchange")
-    ]
-    header = ["method", "positions", "donor-answer lift (points)", "donor-margin shift (nats)"]
-    table = Table(f"Latent exchange ({MARK})", header, rows, _SOURCE, published=True)
-    return [Fold(f"The paper's latent exchange ({MARK})", [table], published=True)]
-
-
-_EXCHANGE = {"donor_answer_lift": 1, "donor_margin_shift": 2}
+def _marked(table: Table) -> Table:
+    return replace(table, caption=f"{table.caption} ({MARK})", note=table.note or _SOURCE, published=True)
