@@ -23,7 +23,9 @@ SECTIONS = [
     "ablation",
     "sweep",
     "counterfactual",
+    "distances",
     "exchange",
+    "grounding",
     "further",
     "paper",
     "provenance",
@@ -385,6 +387,8 @@ def test_missing_parts_say_which_command_makes_them(results: Path, tmp_path: Pat
         "ablation": "eval",
         "sweep": "eval",
         "counterfactual": "counterfactual",
+        "distances": "diagnose distances",
+        "grounding": "diagnose grounding",
         "further": "train rl",
     }.items():
         assert "Not in these results" in sections[name] and f"realvr {verb} " in sections[name]
