@@ -270,6 +270,19 @@ def test_parsers_are_listed_with_purpose_and_version() -> None:
         answers.parser("reward", "evaluation")
 
 
+def test_docs_and_options_take_their_list_from_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "evaluation.md"
+    assert answers.extract.parsers_table() in page.read_text(encoding="utf-8")
+    from realvr import cli
+
+    for verb in ("eval", "score", "compare", "report"):
+        with pytest.raises(SystemExit) as caught:
+            cli.main([verb, "--help"])
+        assert caught.value.code == 0
+        shown = "".join(capsys.readouterr().out.split()).replace("│", "")
+        assert "|".join(answers.POLICIES) in shown, verb
+
+
 @pytest.mark.parametrize(
     ("module", "name"),
     [("realvr.benchmarks.extract", "extract_choice"), ("realvr.maths.answers", "canonical")],

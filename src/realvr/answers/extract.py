@@ -112,3 +112,9 @@ def extract_choice(text: str, choices: Sequence[str], policy: str = "strict") ->
 def extract_answer(text: str, choices: Sequence[str], policy: str = "strict") -> str | None:
     """The option's letter where there are choices, else the tidied content of the one answer block; None if neither."""
     return parser(policy, "evaluation").read(text, choices)
+
+
+def parsers_table() -> str:
+    """All parsers in Markdown, as docs/evaluation.md shows them."""
+    rows = [f"| `{one.name}` | {one.purpose} | {one.version} | {one.description} |" for one in PARSERS.values()]
+    return "\n".join(["| parser | purpose | version | reads |", "|---|---|---|---|", *rows]) + "\n"

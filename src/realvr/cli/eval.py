@@ -9,6 +9,7 @@ from typing import Annotated
 
 import tyro
 
+from realvr.cli.arguments import Policy
 from realvr.evaluation import checkpoints, tables
 from realvr.evaluation.processes import ProcessFailed
 from realvr.evaluation.settings import EvaluateSettings, written_out
@@ -41,6 +42,7 @@ class EvaluateCommand(EvaluateSettings):
         tyro.conf.UseAppendAction[tuple[str, ...]],
         tyro.conf.arg(metavar="NAME=VARIANT", help_behavior_hint="(may be repeated)"),
     ] = ()
+    policy: Policy = None
 
 
 def evaluate(settings: EvaluateCommand) -> int:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from realvr.cli.arguments import Policy
 from realvr.report.settings import ReportSettings, write_report
 
 
@@ -18,6 +19,7 @@ class ReportCommand(ReportSettings):
     runs: Annotated[
         tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN…", help_behavior_hint="(required)")
     ]
+    policy: Policy = None
 
 
 def report(settings: ReportCommand) -> int:

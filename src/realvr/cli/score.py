@@ -9,6 +9,7 @@ from typing import Annotated
 
 import tyro
 
+from realvr.cli.arguments import Policy
 from realvr.evaluation import finished, tables
 
 
@@ -22,6 +23,7 @@ class ScoreCommand(finished.ScoreSettings):
 
     directory: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DIR")]
     json: bool = False
+    policy: Policy = None
 
 
 def score(settings: ScoreCommand) -> int:
@@ -56,6 +58,7 @@ class CompareCommand(finished.CompareSettings):
     run_a: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN_A")]
     run_b: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN_B")]
     json: bool = False
+    policy: Policy = None
 
 
 def compare(settings: CompareCommand) -> int:

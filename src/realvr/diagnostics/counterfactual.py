@@ -54,9 +54,7 @@ _RATES = dict(RATES) | {"original_accuracy": "A₀", "edited_accuracy": "A₁", 
 class AnswerSettings(DiagnosticSettings):
     """Settings of a diagnostic that reads answers out of text."""
 
-    policy: str = Field(
-        default="strict", description="How answers are read out of text: strict, or the rules of a public harness."
-    )
+    policy: str = Field(default="strict", description=f"How answers are read out of text: {', '.join(POLICIES)}.")
 
     @field_validator("policy")
     @classmethod

@@ -22,11 +22,12 @@ _FORMAT = re.compile(r"[\s\S]*<answer>[^<]+</answer>\s*")
 
 def accuracy(text: str, sample: Sample) -> float:
     """1 if the completion's answer is the sample's, else 0."""
-    return float(correct(PARSER.read(text, sample.choices), sample))
+    given = PARSER.read(text, sample.choices)
+    return float(given is not None and correct(given, sample))
 
 
-def correct(given: str | None, sample: Sample) -> bool:
-    """Whether a parsed answer is the sample's; None, a parse failure, never is."""
+def correct(given: str, sample: Sample) -> bool:
+    """Whether a parsed answer is the sample's."""
     return bool(equal(given, true_answer(sample), sample.choices))
 
 
