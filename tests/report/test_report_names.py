@@ -51,7 +51,7 @@ def named(text: str, known: set[str]) -> list[str]:
     for name in known:
         plain = re.fullmatch("[a-z]+", name) is not None and name not in DIAGNOSTICS and name not in BENCHMARKS
         whole = text.strip().lower() == name.lower() and text.strip() != "realvr"
-        inside = re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text) is not None
+        inside = re.search(rf"(?<![\w-])(?:mini-)?{re.escape(name)}(?![\w-])", text) is not None
         if whole or (inside and not plain):
             found.append(name)
     return found

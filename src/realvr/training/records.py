@@ -8,7 +8,7 @@ their stage is known by the names of their metrics. No torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NotRequired
@@ -31,7 +31,6 @@ class Metric(TypedDict):
 
     name: Text
     title: Text
-    description: NotRequired[Text]
     first: NotRequired[bool]
     """Its curve is shown at once, not behind a fold."""
     last: NotRequired[bool]
@@ -208,25 +207,10 @@ STAGES: dict[str, tuple[str, list[Metric]]] = {
 """Command -> heading and metrics of its own methods, in the order in which stages are shown."""
 
 
-def about(stage: str, method: str, own: Mapping[str, tuple[str, str]] | None = None, outside: bool = False) -> About:
-    """``method.json`` of a run.
-
-    ``own`` are the method's metrics (name -> title, description). Those that its stage usually has keep their place;
-    of a method from ``outside`` the package the others are shown at once, in its order.
-    """
+def about(stage: str, method: str, shown: Sequence[Metric] | None = None) -> About:
+    """``method.json`` of a run; ``shown`` are the method's own metrics, by default those of the stage."""
     title, usual = STAGES[stage]
-    titles = dict(own or {})
-    shown = [_titled(metric, titles.pop(metric["name"], None)) for metric in usual]
-    further: list[Metric] = [
-        _titled({"name": name, "title": name, "first": outside, "last": outside}, both) for name, both in titles.items()
-    ]
-    both = [*further, *shown] if outside else [*shown, *further]
-    return {"version": 1, "stage": stage, "title": title, "method": method, "metrics": both}
-
-
-def _titled(metric: Metric, own: tuple[str, str] | None) -> Metric:
-    """The metric with the title and the description that the method gives it."""
-    return metric if own is None else {**metric, "title": own[0], "description": own[1]}
+    return {"version": 1, "stage": stage, "title": title, "method": method, "metrics": list(shown or usual)}
 
 
 def _earlier(steps: Sequence[Step], settings: dict[str, Any]) -> About:
