@@ -161,7 +161,7 @@ def test_a_warning_is_one_line(tmp_path: Path, picture: Path) -> None:
 
 
 def test_every_family_answers_through_the_path_of_ask(backbone: Backbone, picture: Path) -> None:
-    from realvr.cli.ask import answer
+    from realvr.evaluation.ask import answer
     from realvr.latent.sampling import Sampling
 
     found = answer(backbone, [picture], "What colour is the circle?", 2, Sampling(temperature=0.0, max_new=3))

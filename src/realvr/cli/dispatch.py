@@ -1,7 +1,7 @@
 """The command line: a table of verbs, each imported only when it is used.
 
-Adding a verb means adding a line to ``COMMANDS`` and a plain function whose parameters are its options. Nothing is
-imported here that needs torch, so help and the data commands answer at once.
+Adding a verb means adding a line to ``COMMANDS`` and a function of a settings dataclass, whose fields are its options.
+Nothing is imported here that needs torch, so help and the data commands answer at once.
 """
 
 from __future__ import annotations
@@ -106,12 +106,9 @@ def _run(name: str, args: list[str]) -> int:
         return int(function(args) or 0)
     import tyro
 
-    # The docstring up to its Args section is shown as it stands, examples included.
-    text = (inspect.getdoc(function) or command.summary).split("\nArgs:")[0].strip()
-    settings = settings_type(function)
-    if settings is None:
-        return int(tyro.cli(function, prog=f"realvr {name}", description=text, args=args) or 0)
-    return int(function(tyro.cli(settings, prog=f"realvr {name}", description=text, args=args)) or 0)
+    text = inspect.getdoc(function) or command.summary  # shown as it stands, examples included
+    settings = tyro.cli(settings_type(function), prog=f"realvr {name}", description=text, args=args)
+    return int(function(settings) or 0)
 
 
 def settings_type(function: Callable[..., int]) -> Any:

@@ -3,100 +3,40 @@
 from __future__ import annotations
 
 import json as json_module
-import os
-import platform
-from importlib import metadata
-from typing import Any
+from dataclasses import dataclass
 
-PACKAGES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "pillow",
-    "pyarrow",
-    "accelerate",
-    "peft",
-    "math-verify",
-    "tensorboard",
-    "matplotlib",
-    "scipy",
-    "scikit-learn",
-)
+from realvr.training.environment import survey
 
 
-def env(json: bool = False) -> int:
+@dataclass(frozen=True)
+class EnvCommand:
+    """Options of ``realvr env``.
+
+    Args:
+        json: Print one JSON object instead of tables.
+    """
+
+    json: bool = False
+
+
+def env(settings: EnvCommand) -> int:
     """Print versions, devices and training engines found on this machine.
 
     Examples:
       realvr env
       realvr env --json
-
-    Args:
-        json: Print one JSON object instead of tables.
     """
-    found = survey()
-    if json:
-        print(json_module.dumps(found, indent=2))
+    sections = survey()
+    if settings.json:
+        print(json_module.dumps(sections, indent=2))
         return 0
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    for title, section in found.items():
+    for title, section in sections.items():
         table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
         for name, value in section.items():
             table.add_row(name, str(value) if value is not None else "[dim]not installed[/dim]")
         console.print(table, "")
     return 0
-
-
-def survey() -> dict[str, dict[str, Any]]:
-    """Versions, devices, engines; a broken package is reported, never fatal."""
-    versions: dict[str, Any] = {"python": platform.python_version(), "realvr": _version("realvr")}
-    versions |= {name: _version(name) for name in PACKAGES}
-    return {"versions": versions, "devices": _devices(), "engines": _engines(versions)}
-
-
-def _version(name: str) -> str | None:
-    if name == "realvr":
-        from realvr import __version__
-
-        return __version__
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _devices() -> dict[str, Any]:
-    devices: dict[str, Any] = {"cpu": f"{os.cpu_count()} cores ({platform.machine()})"}
-    try:
-        import torch
-
-        if not torch.cuda.is_available():
-            devices["cuda"] = "none seen by torch"
-        for index in range(torch.cuda.device_count()):
-            facts = torch.cuda.get_device_properties(index)
-            devices[f"cuda:{index}"] = f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB"
-    except Exception as error:  # whatever a broken driver or install raises belongs in the report
-        devices["torch"] = f"cannot be imported: {error}"
-    return devices
-
-
-def _engines(versions: dict[str, Any]) -> dict[str, Any]:
-    """Training engines and the packages they need, whether or not this machine has several devices."""
-    try:
-        from realvr.training.engine import ENGINES
-
-        needs = {engine.title: engine.packages for engine in ENGINES}
-    except Exception as error:  # a broken torch belongs in the report
-        return {"engines": f"cannot be imported: {error}"}
-    return {title: _through(packages, versions) for title, packages in (needs | {"LoRA": ("peft",)}).items()}
-
-
-def _through(packages: tuple[str, ...], versions: dict[str, Any]) -> str | None:
-    """The packages with their versions; None where one is missing."""
-    installed = {name: versions.get(name) or _version(name) for name in packages}
-    listed = ", ".join(f"{name} {version}" for name, version in installed.items())
-    return f"through {listed}" if all(installed.values()) else None

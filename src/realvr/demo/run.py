@@ -36,6 +36,33 @@ class Finished:
     seconds: float
 
 
+@dataclass(frozen=True)
+class DemoOptions:
+    """Where a demo runs, and how long.
+
+    Args:
+        out: Folder for everything; another demo in it is never overwritten.
+        quick: Every step in seconds, to check an installation. The numbers mean nothing.
+        seed: Seed of the pictures, of the order of the data and of the trainings.
+        steps: Steps of the compared trainings; by default what arms.yaml says.
+        workers: Processes, one core each; by default as many as there are cores, at most 4.
+        take_over: Take OUT from a demo on another machine that is gone for certain.
+    """
+
+    out: Path = Path("runs/demo")
+    quick: bool = False
+    seed: int = 0
+    steps: int | None = None
+    workers: int | None = None
+    take_over: bool = False
+
+
+def demo(options: DemoOptions) -> Finished:
+    """Train, evaluate and compare the arms of the demo, and write its report."""
+    settings = demo_settings(options.quick, options.seed, options.steps)
+    return run_demo(Path(options.out), settings, options.workers, options.take_over)
+
+
 def demo_settings(quick: bool = False, seed: int = 0, steps: int | None = None) -> DemoSettings:
     """Settings of a demo; ``steps`` of the compared trainings, by default what ``arms.yaml`` says."""
     if seed < 0:

@@ -1,0 +1,134 @@
+"""One question to a model, through the same path that training and evaluation use (``realvr ask``)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from realvr.answers import JUDGE, PARSERS, equal
+from realvr.errors import UserError
+from realvr.runs.guard import note
+from realvr.runs.progress import busy
+
+if TYPE_CHECKING:
+    from realvr.backbone.backbone import Backbone
+    from realvr.latent.sampling import Sampling
+
+INSTRUCTION = "Put the final answer inside <answer> and </answer>."
+
+
+@dataclass(frozen=True)
+class AskSettings:
+    """Model, images and question, and how the answer is decoded.
+
+    Args:
+        model: Directory of a checkpoint, a hub id, or mini or mini-base (packaged).
+        what: Image files, then the question.
+        latents: Number of latent slots K; by default the K the checkpoint was trained with. 0 decodes without a span.
+        instruction: Text added after the question; give an empty string to ask the bare question.
+        max_new: At most this many new tokens.
+        temperature: 0 is greedy.
+        top_p: Sample from the smallest set of tokens with this probability mass.
+        top_k: Sample from the k likeliest tokens; 0 switches it off.
+        seed: Seed for sampling.
+        min_tokens: Fewest visual tokens per image (families with variable grids); by default those of its training.
+        max_tokens: Most visual tokens per image (families with variable grids); by default those of its training.
+        device: cpu, cuda, cuda:1, …; by default the GPU where there is one.
+        dtype: float32, bfloat16, float16; by default the checkpoint's own.
+        expected: The right answer. Also print whether the model's equals it, as an evaluation would decide.
+    """
+
+    model: str | Path
+    what: Sequence[str]
+    latents: int | None = None
+    instruction: str = INSTRUCTION
+    max_new: int = 192
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    device: str | None = None
+    dtype: str | None = None
+    expected: str | None = None
+
+    @property
+    def question(self) -> str:
+        """The last of ``what``."""
+        return self.what[-1]
+
+    def check(self) -> None:
+        """Refuse what can be seen to be wrong without opening a file."""
+        if not self.what:
+            raise UserError('no question: realvr ask MODEL IMAGE… "QUESTION"')
+        if self.latents is not None and self.latents < 0:
+            raise UserError(f"--latents is {self.latents}: the number of latent slots cannot be negative")
+        if not self.question.strip():
+            raise UserError('the question is empty: realvr ask MODEL IMAGE… "QUESTION"')
+        if os.path.isfile(self.question):
+            raise UserError(
+                f'{self.question} is a file, and no question follows it: realvr ask MODEL IMAGE… "QUESTION"'
+            )
+
+
+def ask(settings: AskSettings) -> dict[str, Any]:
+    """Read a model and answer one question; what ``realvr ask --json`` prints."""
+    from realvr.imaging.processing import open_image
+
+    settings.check()
+    images = [open_image(path) for path in settings.what[:-1]]  # a wrong path should not cost the reading of a model
+
+    from realvr.backbone.backbone import Backbone
+    from realvr.latent.sampling import Sampling
+    from realvr.runs.quiet import quiet_transformers
+
+    quiet_transformers()
+    sampling = Sampling(settings.temperature, settings.top_p, settings.top_k, settings.max_new)
+    limits = {"min_tokens": settings.min_tokens, "max_tokens": settings.max_tokens}
+    with busy(f"reading {settings.model}"):
+        backbone = Backbone.load(settings.model, device=settings.device, dtype=settings.dtype, **limits)
+    latents = backbone.latents if settings.latents is None else settings.latents
+    text = f"{settings.question}\n{settings.instruction}" if settings.instruction else settings.question
+    result = answer(backbone, images, text, latents, sampling, settings.seed)
+    if settings.expected is not None:
+        correct = bool(equal(result["answer"], settings.expected))
+        result |= {"expected": settings.expected, "correct": correct, "judge": JUDGE}
+    if backbone.markers_added and latents:
+        note(
+            f"{settings.model} was not trained with latent slots, so its markers are untrained; "
+            "train Stage 1 first, or ask with --latents 0"
+        )
+    elif not backbone.markers_added and latents != backbone.latents:
+        note(f"{settings.model} was trained with K = {backbone.latents}; K = {latents} was chosen explicitly")
+    return result
+
+
+def answer(
+    backbone: Backbone, images: list[Any], text: str, latents: int, sampling: Sampling, seed: int = 0
+) -> dict[str, Any]:
+    """Answer one question with a model that has been read."""
+    from realvr.backbone.types import Turn
+    from realvr.latent.group_rollout import rollout
+
+    begun = time.perf_counter()
+    prompt = backbone.prompt([Turn("user", text, images=list(images))])
+    result = rollout(backbone, [prompt], sampling=sampling, latents=latents, seed=seed)
+    completion = result.completions[0][0]
+    return {
+        "answer": PARSERS["ask"].read(completion.text, ()),
+        "parser": str(PARSERS["ask"]),
+        "text": completion.text,
+        "latents": latents,
+        "latent_norms": [round(norm, 6) for norm in result.latents_BKD[0].float().norm(dim=-1).tolist()],
+        "finish_reason": completion.finish,
+        "seconds": round(time.perf_counter() - begun, 4),
+        "family": backbone.family.name,
+        "prompt_tokens": len(prompt),
+        "visual_tokens": [image.tokens for image in prompt.images],
+        "new_tokens": len(completion.ids),
+    }
