@@ -106,6 +106,8 @@ def test_the_same_picture_has_as_many_visual_tokens_in_training_as_after_it(
     tokens, notes = ask("--max-tokens", "60", "--latents", "2")
     assert tokens == stock_tokens(Backbone.load(stage_one, device="cpu"), (700, 420), LOW, 60) > HIGH
     assert f"says max_tokens = {HIGH}; max_tokens = 60 is used here" in notes and f"trained with K = {LATENTS}" in notes
+    _, notes = ask("--latents", "0")
+    assert f"was trained with K = {LATENTS}; K = 0 was chosen explicitly" in notes
 
 
 @pytest.mark.parametrize("verb", ["counterfactual", "exchange"])

@@ -22,6 +22,10 @@ from realvr.evaluation.tables import wide_console
 
 INTERRUPTED = 130
 _REQUIRED = "(required)"
+_EXAMPLES = """\
+Examples:
+  realvr diagnose distances runs/model runs/world/counterfactual/samples.jsonl --out runs/distances
+  realvr diagnose grounding mini runs/world/validation/samples.jsonl --out runs/grounding --limit 100"""
 Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL", help_behavior_hint=_REQUIRED)]
 Data = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DATA", help_behavior_hint=_REQUIRED)]
 
@@ -106,7 +110,8 @@ def listed() -> str:
     for kind in DIAGNOSTICS:
         paper = "the paper has a value" if kind.paper else "no value in the paper"
         lines.append(f"  {kind.name:<{width}}  {kind.question} Needs {kind.needs}; {paper}.")
-    return "\n".join([*lines, "", "realvr diagnose NAME --help explains each. --plugin FILE.py adds one of your own."])
+    lines += ["", "realvr diagnose NAME --help explains each. --plugin FILE.py adds one of your own."]
+    return "\n".join([*lines, "", _EXAMPLES])
 
 
 def _run(diagnostics: Sequence[Diagnostic], settings: DiagnoseCommand, verb: str) -> int:
