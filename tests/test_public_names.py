@@ -77,7 +77,7 @@ def test_rollout_is_the_function_whatever_was_imported_before() -> None:
     assert fresh(code).strip() == "True"
 
 
-TENSORS = {"Backbone", "Sampling", "rollout", "trajectory"}
+TENSORS = {"Backbone", "Sampling", "rollout", "trajectory", "train"}
 """Exports that need torch when they are imported; the others import it when they are called."""
 
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from realvr.latent.recurrence import trajectory
     from realvr.latent.sampling import Sampling
     from realvr.report.settings import ReportSettings, write_report
+    from realvr.training.configuration import load_settings
+    from realvr.training.run import train
 
 __version__ = "0.1.0"
 
@@ -37,9 +39,11 @@ _HOME = {
     "UserError": "realvr.errors",
     "compare_runs": "realvr.evaluation.finished",
     "evaluate": "realvr.evaluation.checkpoints",
+    "load_settings": "realvr.training.configuration",
     "read": "realvr.data.reading",
     "rollout": "realvr.latent.group_rollout",
     "score": "realvr.evaluation.finished",
+    "train": "realvr.training.run",
     "trajectory": "realvr.latent.recurrence",
     "write_report": "realvr.report.settings",
 }
@@ -57,9 +61,11 @@ __all__ = [
     "__version__",
     "compare_runs",
     "evaluate",
+    "load_settings",
     "read",
     "rollout",
     "score",
+    "train",
     "trajectory",
     "write_report",
 ]

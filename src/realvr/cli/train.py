@@ -4,11 +4,8 @@ settings of the file."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
-from realvr.errors import UserError, explained
-from realvr.runs.folder import open_run_folder
-from realvr.runs.progress import busy
+from realvr.errors import UserError
 from realvr.training.configuration import load_settings, show_help
 
 _EXAMPLES = """\
@@ -56,29 +53,9 @@ def _train(kind: str, args: Sequence[str], summary: str) -> int:
     config, dry, take_over = rest[0], "--dry-run" in rest, "--take-over" in rest
     flags = [_resume(flag) for flag in rest[1:] if flag not in ("--dry-run", "--take-over")]
     settings = load_settings(kind, config, flags)
+    from realvr.training.run import train
 
-    from realvr.runs.quiet import quiet_transformers
-    from realvr.training import loop, method
-    from realvr.training.dry_run import dry_run
-    from realvr.training.engine import start_engine
-
-    quiet_transformers()
-    engine = start_engine()
-    # Before the model is read: a folder that another run writes should not cost minutes.
-    held = open_run_folder(settings.run.out, f"train {kind}", take_over) if engine.main and not dry else nullcontext()
-    try:
-        with held:
-            engine.seed(settings.run.seed)
-            run = dry_run if dry else loop.train
-            with busy(f"train {kind}: reading model and data", engine.main and settings.log.console):
-                trained = method.build(settings, engine)
-            code = run(trained, settings, engine)
-    except Exception as error:
-        found = explained(error)
-        if engine.world == 1 or found is None:
-            raise
-        engine.abort(str(found))
-    return engine.exit(code)
+    return train(settings, dry=dry, take_over=take_over)
 
 
 def _resume(flag: str) -> str:

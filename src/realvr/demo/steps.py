@@ -77,17 +77,13 @@ def benches() -> list[str]:
 
 def train(step: Step, settings: DemoSettings) -> None:
     """A training to its end: arms of one recipe see the same prompts in the same order, with the same seed."""
-    from realvr.training import loop
     from realvr.training.configuration import KINDS
-    from realvr.training.engine import start_engine
-    from realvr.training.method import build
+    from realvr.training.run import train as train_to_the_end
 
     assert step.training is not None
     command = choice().recipes[step.training.recipe].command
     chosen = KINDS[command].model_validate(training_settings(step, settings))
-    engine = start_engine(cpu=True)
-    engine.seed(chosen.run.seed)
-    if loop.train(build(chosen, engine), chosen, engine):
+    if train_to_the_end(chosen, cpu=True):
         raise Interrupted
 
 

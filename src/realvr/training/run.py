@@ -1,0 +1,40 @@
+"""A whole training from its settings: what ``realvr train`` runs, on as many processes as the launcher has started."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+from realvr.errors import explained
+from realvr.runs.folder import open_run_folder
+from realvr.runs.progress import busy
+from realvr.runs.quiet import quiet_transformers
+from realvr.training import loop, method
+from realvr.training.dry_run import dry_run
+from realvr.training.engine import start_engine
+from realvr.training.settings import StageSettings
+
+
+def train(settings: StageSettings, *, dry: bool = False, take_over: bool = False, cpu: bool = False) -> int:
+    """Train as the settings say; returns 0, or 130 where the run was stopped and can be continued.
+
+    ``dry`` builds one batch, prints its shapes and a memory estimate, and trains nothing. ``take_over`` takes
+    ``run.out`` from a run on another machine that is gone for certain. ``cpu`` uses no GPU. With several processes each
+    calls this, and none returns: they end together.
+    """
+    quiet_transformers()
+    engine = start_engine(cpu)
+    verb = f"train {settings.stage}"
+    # Before the model is read: a folder that another run writes should not cost minutes.
+    held = open_run_folder(settings.run.out, verb, take_over) if engine.main and not dry else nullcontext()
+    try:
+        with held:
+            engine.seed(settings.run.seed)
+            with busy(f"{verb}: reading model and data", engine.main and settings.log.console):
+                made = method.build(settings, engine)
+            code = dry_run(made, settings, engine) if dry else loop.train(made, settings, engine)
+    except Exception as error:
+        message = explained(error)
+        if engine.world == 1 or message is None:
+            raise
+        engine.abort(str(message))
+    return engine.exit(code)
