@@ -20,7 +20,7 @@ from realvr.runs.files import read_json, write_json
 
 T = TypeVar("T")
 Text = InstanceOf[str]
-"""Any string; pydantic's own refuses half a surrogate pair, which a file name may hold."""
+"""Any string, looked at no further: a file name may hold half a surrogate pair."""
 
 
 @dataclass(frozen=True)
