@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import pytest
 from realvr.cli import main
 from realvr.data.detect import FORMATS
 from realvr.errors import UserError
-from realvr.evaluation.benchmark import BENCHMARKS, data_path
+from realvr.evaluation.benchmark import BENCHMARKS, data_path, variant_notes
+from realvr.evaluation.settings import EvaluateSettings, written_out
 from realvr.evaluation.tasks.blink import PAPER, ROWS, Blink
+from realvr.world.splits import SPLITS
 
 
 def test_the_facts_add_up() -> None:
@@ -74,3 +77,50 @@ def test_the_command_prints_everything(capsys: pytest.CaptureFixture[str]) -> No
     assert "edistribution is forbidden" in out and "--bench mme-realworld=PATH" in out and "@inproceedings" in out
     assert main(["benchmarks", "mmpv"]) == 2
     assert "no benchmark 'mmpv'; did you mean 'mmvp'? (there are blink, hrbench-4k" in capsys.readouterr().err
+
+
+def test_short_flags_of_benchmarks_stand_for_general_ones(tmp_path: Path) -> None:
+    given = [
+        "m",
+        "--blink-tasks",
+        "all",
+        "--mmvp_corrected",
+        "--limit",
+        "3",
+        "--blink_tasks=Jigsaw",
+        "--no-mmvp-corrected",
+    ]
+    assert written_out(given) == [
+        *("m", "--tasks=blink=all", "--variant=mmvp=corrected", "--limit", "3", "--tasks=blink=Jigsaw"),
+    ]
+    asked = EvaluateSettings(
+        ["m"],
+        tmp_path,
+        bench=["mini-blink=x", "mmvp=y", "mine=z.jsonl"],
+        tasks=["blink=jigsaw", "mine=a, b"],
+        variant=["mmvp=corrected"],
+    )
+    tasks = asked.subtasks()
+    assert tasks["mini-blink"] == ("Jigsaw",) and tasks["mine"] == ("a", "b") and "mmvp" not in tasks
+    assert asked.variants() == {"mmvp": "corrected"}
+    assert variant_notes(asked.variants()) == {"mmvp_corrected": True} and variant_notes({}) == {
+        "mmvp_corrected": False
+    }
+    for field, value, message in (
+        ("tasks", "other=x", "--tasks names other, which is no --bench"),
+        ("tasks", "blink", "write NAME=SUBTASKS"),
+        ("variant", "mmvp=old", "there is no variant 'old' of mmvp; there are corrected"),
+        ("variant", "mine=old", "there is no variant 'old'; there are none"),
+    ):
+        with pytest.raises(UserError, match=message):
+            wrong = EvaluateSettings(["m"], tmp_path, bench=["blink=x", "mmvp=y", "mine=z"], **{field: [value]})
+            wrong.subtasks(), wrong.variants()
+
+
+def test_the_stand_ins_are_what_the_world_writes() -> None:
+    for bench in BENCHMARKS:
+        if bench.stand_in:
+            assert SPLITS[bench.stand_in].layout == bench.reader.name
+            path = bench.stand_in_path("world")
+            patterns = bench.facts.files
+            assert not patterns or any(fnmatch(path.name.lower(), pattern) for pattern in patterns)
