@@ -86,6 +86,8 @@ class Method(Generic[S, C, B]):
     dot is one of the method's own, ``model.latents`` one of that section."""
     metrics: ClassVar[Mapping[str, Metric]] = {}
     """Titles and descriptions of what it records; ``method.json`` of a run holds them."""
+    span: ClassVar[bool] = True
+    """Whether the model learns to answer behind its latent span; validation then asks with it."""
     term_names: tuple[str, ...]
     """Names of its terms; the gradient norm of each can be measured alone."""
 

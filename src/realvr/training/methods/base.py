@@ -54,6 +54,7 @@ class Base(Method[BaseSettings, BaseConfig, BaseBatch]):
     """
 
     name, stage, Config = "base", "base", BaseConfig
+    span = False
     term_names = ("next_token", "caption", "dense", "feature_norm")
     metrics = {
         "loss/next_token": Metric("next-token loss", "cross-entropy per token of the answer, before its weight"),
