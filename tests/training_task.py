@@ -136,6 +136,9 @@ class RegressionTask:
     def export(self, directory: Path) -> None:
         save_file(self.module.net.state_dict(), directory / "model.safetensors")
 
+    def about(self) -> None:
+        return None
+
     def close(self) -> None:
         pass
 

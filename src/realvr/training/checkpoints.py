@@ -28,7 +28,7 @@ from realvr.runs.hashes import difference, digests
 from realvr.training.configuration import differences
 from realvr.training.dropping import ReadsData
 from realvr.training.engine import Engine
-from realvr.training.sections import VALIDATION_METRICS, CheckpointSettings
+from realvr.training.sections import CheckpointSettings
 from realvr.training.settings import StageSettings, TrainSettings
 from realvr.training.statefile import read_state, write_state, write_text
 from realvr.training.task import Task
@@ -38,7 +38,6 @@ MAY_CHANGE = (
     "optim.microbatch",
     "data.max_dropped",
     "checkpoint.",
-    "validation.",
     "log.",
     "run.out",
     "run.max_bad_steps",
@@ -62,8 +61,6 @@ class Progress:
     """Skipped steps at the end of them."""
     skipped: int = 0
     """Skipped steps in all."""
-    best: dict[str, Any] | None = None
-    """The best validation so far, see ``best.py``."""
 
 
 class Checkpoints:
@@ -114,20 +111,17 @@ class Checkpoints:
             "world": self.engine.world,
             "frozen": frozen,
             "sha256": digests(partial.iterdir()),
+            "method": _method(task),
             "settings": settings.model_dump(mode="json"),
         }
         write_text(partial / "run.json", json.dumps(run, indent=1))
         sync(partial)
         publish(partial, final)
-        self._prune(progress)
+        self._prune()
 
-    def _prune(self, progress: Progress) -> None:
-        """Remove all but the newest and the best. A checkpoint is renamed before it is deleted: half of one is never
-        read."""
-        best = progress.best["step"] if progress.best else None
+    def _prune(self) -> None:
+        """Remove all but the newest. A checkpoint is renamed before it is deleted: half of one is never read."""
         for old in self.complete()[: -self.settings.keep]:
-            if _number(old) == best:
-                continue
             doomed = old.with_name(f".{old.name}.partial")
             publish(old, doomed)
             shutil.rmtree(doomed)
@@ -169,6 +163,7 @@ class Checkpoints:
             run = read_json(path / "run.json")
             progress = _progress(run["progress"], _number(path))
             self._refuse_other_run(path, run, settings)
+            self._note_other_method(path, run, task)
             self._refuse_changed(path, run)
             self._refuse_other_data(path, task)
             self.engine.load(path)
@@ -219,6 +214,18 @@ class Checkpoints:
         if self.engine.main:
             warnings.warn(f"the data changed since {path}: {shown}; going on with what is there now", stacklevel=2)
 
+    def _note_other_method(self, path: Path, run: dict[str, Any], task: Task) -> None:
+        """A method file that was edited since: it may be the repair of a mistake, so the run goes on."""
+        before, now = run.get("method"), _method(task)  # not in checkpoints of earlier versions
+        if not before or not now or before["sha256"] == now["sha256"] or not self.engine.main:
+            return
+        if not Path(now["file"]).is_relative_to(Path(__file__).parent):  # the package's own change with its version
+            warnings.warn(
+                f"{now['file']} is not the method file that {path} was trained with (its SHA-256 differs); going on "
+                "with what is there now",
+                stacklevel=2,
+            )
+
     def _refuse_other_run(self, path: Path, run: dict[str, Any], settings: TrainSettings) -> None:
         changed = differences(_with_defaults(run["settings"], settings), settings.model_dump(mode="json"))
         changed = {key: pair for key, pair in changed.items() if key not in FROM_MODEL or None not in pair}
@@ -253,6 +260,12 @@ class Checkpoints:
             )
 
 
+def _method(task: Task) -> dict[str, Any] | None:
+    """Name, file and hash of the method, for ``run.json``."""
+    about = task.about()
+    return {"name": about["method"], "file": about["file"], "sha256": about["sha256"]} if about else None
+
+
 def _with_defaults(before: dict[str, Any], settings: TrainSettings) -> dict[str, Any]:
     """Saved settings with the defaults of settings that did not exist when they were saved."""
     try:
@@ -266,15 +279,7 @@ def _progress(values: dict[str, Any], step: int) -> Progress:
     counts = [progress.bad_in_a_row, progress.skipped, progress.step]
     if any(type(count) is not int for count in counts) or not 0 <= counts[0] <= counts[1] <= counts[2] == step:
         raise ValueError(f"run.json: progress is {values}")
-    if progress.best is not None and not _known_best(progress.best, step):
-        raise ValueError(f"run.json: best is {progress.best}")
     return progress
-
-
-def _known_best(best: Any, step: int) -> bool:
-    kinds = {"metric": str, "value": float, "step": int, "identity": str}
-    typed = isinstance(best, dict) and {name: type(value) for name, value in best.items()} == kinds
-    return typed and best["metric"] in VALIDATION_METRICS and 0 < best["step"] <= step
 
 
 def _number(path: Path) -> int:

@@ -77,6 +77,10 @@ def show_help(kind: str, flags: Sequence[str] = ()) -> None:
     model, name = KINDS[kind], _method_flag(list(flags))[0]
     placeholder = {"model": {"path": "MODEL"}, "data": {"sources": [{"path": "DATA"}]}, "run": {"out": "RUN"}}
     raw = method_settings.choose(model, placeholder, name) if name else placeholder
+    offered = method_settings.offered(kind)
+    width = max(len(method.name) for method in offered)
+    print("methods (the first is the default):")
+    print("\n".join(f"  {method.name:<{width}}  {method.about()['summary']}" for method in offered), end="\n\n")
     _override(kind, model.model_validate(raw), ["--help"])
 
 
@@ -181,9 +185,9 @@ def _suggestion(
     if method is not None:
         places |= {name: f"method.{name}" for name in method.Config.model_fields if name not in places}
     close = get_close_matches(key, list(places), n=1)
-    if close:
-        return f"; did you mean '{places[close[0]]}'?"
     about = _home(method) if method is not None else ""
+    if close:
+        return f"; did you mean '{places[close[0]]}'?{about if places[close[0]].startswith('method.') else ''}"
     return f"; known here: {', '.join(model.model_fields)}{about}"
 
 

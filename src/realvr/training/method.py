@@ -11,12 +11,12 @@ microbatches together (see ``task.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from realvr.registry import Registry, place_of
 from realvr.runs.hashes import digests
 from realvr.training.dropping import Draws
 from realvr.training.examples import share_of_batch
+from realvr.training.records import About, Metric, about
 from realvr.training.sections import MethodConfig
 from realvr.training.settings import StageSettings
 from realvr.training.sources import TrainingData, training_data
@@ -36,13 +37,6 @@ from realvr.training.task import Collected, Metrics, Ranks
 S = TypeVar("S", bound=StageSettings)
 C = TypeVar("C", bound=MethodConfig)
 B = TypeVar("B")
-
-
-class Metric(NamedTuple):
-    """How a report names a metric of ``metrics.jsonl``, and what it says about it."""
-
-    title: str
-    description: str
 
 
 @dataclass(frozen=True)
@@ -84,10 +78,9 @@ class Method(Generic[S, C, B]):
     fixed: ClassVar[Mapping[str, Any]] = {}
     """Settings that make the method what it is: filled in, and refused where they are given otherwise. A name without a
     dot is one of the method's own, ``model.latents`` one of that section."""
-    metrics: ClassVar[Mapping[str, Metric]] = {}
-    """Titles and descriptions of what it records; ``method.json`` of a run holds them."""
-    span: ClassVar[bool] = True
-    """Whether the model learns to answer behind its latent span; validation then asks with it."""
+    metrics: ClassVar[Sequence[Metric]] = ()
+    """What it records that a report should show, with titles and descriptions; ``method.json`` of a run holds them. By
+    default what other methods of the stage record."""
     term_names: tuple[str, ...]
     """Names of its terms; the gradient norm of each can be measured alone."""
 
@@ -160,17 +153,13 @@ class Method(Generic[S, C, B]):
         """End what the method has started, such as worker processes."""
 
     @classmethod
-    def about(cls) -> dict[str, Any]:
+    @cache  # the file as it was loaded, also where somebody edits it while the run goes on
+    def about(cls) -> About:
         """What a run records about its method: ``method.json``, and ``method`` in ``run.json`` of a checkpoint."""
         file = Path(place_of(cls).rpartition(":")[0])
-        return {
-            "name": cls.name,
-            "stage": cls.stage,
-            "summary": " ".join((cls.__doc__ or "").split("\n\n")[0].split()),
-            "file": str(file),
-            "sha256": digests([file])[file.name],
-            "metrics": {name: metric._asdict() for name, metric in cls.metrics.items()},
-        }
+        summary = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
+        found = about(cls.stage, cls.name, cls.metrics)
+        return {**found, "summary": summary, "file": str(file), "sha256": digests([file])[file.name]}
 
 
 class Step(nn.Module):

@@ -24,14 +24,18 @@ Raw = dict[str, Any]
 STAGES = ("sft", "rl", "base")
 
 
+def offered(stage: str) -> list[type[Method[Any, Any, Any]]]:
+    """The methods of a stage, plugins included."""
+    from realvr.training.method import METHODS
+
+    return [method for method in METHODS if method.stage == stage]
+
+
 def find_method(stage: str, name: str) -> type[Method[Any, Any, Any]]:
     """The method of a stage by its name, or by ``FILE.py:Class``."""
     from realvr.training.method import METHODS
 
-    if ".py:" in name:
-        method = METHODS.outside(name)
-    else:
-        method = _by_name(name, [each for each in METHODS if each.stage == stage])
+    method = METHODS.outside(name) if ".py:" in name else _by_name(name, offered(stage))
     if method.stage not in STAGES:
         raise UserError(f"{place_of(method)}: stage is '{method.stage}'; choose one of {', '.join(STAGES)}")
     if method.stage != stage:
@@ -39,16 +43,16 @@ def find_method(stage: str, name: str) -> type[Method[Any, Any, Any]]:
     return method
 
 
-def _by_name(name: str, offered: list[type[Method[Any, Any, Any]]]) -> type[Method[Any, Any, Any]]:
+def _by_name(name: str, here: list[type[Method[Any, Any, Any]]]) -> type[Method[Any, Any, Any]]:
     from realvr.training.method import METHODS
 
-    for method in offered:
+    for method in here:
         if name == method.name or name in method.aliases:
             return method
     other = next((method for method in METHODS if name in (method.name, *method.aliases)), None)
     if other is not None:
         return other
-    names = [method.name for method in offered]
+    names = [method.name for method in here]
     close = get_close_matches(name, names, n=1)
     hint = f"did you mean '{close[0]}'?" if close else f"choose one of {', '.join(names)}, or FILE.py:Class"
     raise UserError(f"no method is called '{name}'; {hint}")
@@ -101,9 +105,7 @@ def _fill(found: Raw, inner: Raw, key: str, value: Any, method: type[Method[Any,
 
 def _free(stage: str) -> str:
     """The method of a stage that fixes nothing."""
-    from realvr.training.method import METHODS
-
-    return next(method.name for method in METHODS if method.stage == stage and not method.fixed)
+    return next(method.name for method in offered(stage) if not method.fixed)
 
 
 def choose(settings: type[StageSettings], raw: Raw, name: str) -> Raw:

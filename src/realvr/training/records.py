@@ -31,6 +31,7 @@ class Metric(TypedDict):
 
     name: Text
     title: Text
+    description: NotRequired[Text]
     first: NotRequired[bool]
     """Its curve is shown at once, not behind a fold."""
     last: NotRequired[bool]
@@ -48,6 +49,11 @@ class About(TypedDict):
     method: Text
     metrics: list[Metric]
     """In the order in which they are shown."""
+    summary: NotRequired[Text]
+    """What the method does, in a sentence."""
+    file: NotRequired[Text]
+    """Python file of the method, and its hash."""
+    sha256: NotRequired[Text]
 
 
 class DataUse(TypedDict):
@@ -97,14 +103,7 @@ def load_run(folder: Path) -> TrainingRun:
     steps, settings = read_steps(folder / METRICS), _settings(folder / SETTINGS)
     path = folder / METHOD
     about = METHOD_FILE.load(path) if path.is_file() else _earlier(steps, settings)
-    return TrainingRun(folder, steps, settings, _with_validation(about))
-
-
-def _with_validation(about: About) -> About:
-    """Every method may be validated: these metrics are the same for all and stand first."""
-    own = {metric["name"] for metric in about["metrics"]}
-    more = [metric for metric in VALIDATION if metric["name"] not in own]
-    return {**about, "metrics": [*more, *about["metrics"]]}
+    return TrainingRun(folder, steps, settings, about)
 
 
 def number_of(step: Step) -> int:
@@ -146,68 +145,62 @@ def _settings(path: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------------- titles of the package's own metrics
 
 
-def metrics(titles: dict[str, str], first: Sequence[str], last: Sequence[str]) -> list[Metric]:
-    """Metrics in the order of ``titles``."""
+def metrics(titles: dict[str, tuple[str, str]], first: Sequence[str], last: Sequence[str]) -> list[Metric]:
+    """Metrics in the order of ``titles``, each with its title and description."""
     return [
-        {"name": name, "title": text, "first": name in first, "last": name in last} for name, text in titles.items()
+        {"name": name, "title": title, "description": text, "first": name in first, "last": name in last}
+        for name, (title, text) in titles.items()
     ]
 
 
-VALIDATION = metrics(
-    {
-        "validation/accuracy": "Held-out accuracy",
-        "validation/reward": "Held-out reward",
-        "validation/readable": "Held-out replies that can be read",
-        "validation/loss": "Held-out loss of the right answer",
-        "validation/help": "Held-out help of the latents",
-        "validation/dependence_other": "Held-out dependence: another's latents",
-        "validation/dependence_noise": "Held-out dependence: noise",
-    },
-    first=("validation/accuracy", "validation/reward"),
-    last=(),
-)
 BASE_METRICS = metrics(
     {
-        "loss": "Loss",
-        "loss/next_token": "Next-token loss",
-        "loss/caption": "Caption loss",
-        "loss/dense": "Dense loss",
-        "grad_norm": "Gradient norm",
+        "loss": ("Loss", "of the whole step, over all microbatches and ranks"),
+        "loss/next_token": ("Next-token loss", "cross-entropy per labelled token"),
+        "loss/caption": ("Caption loss", "cross-entropy per token of the caption, before its weight"),
+        "loss/dense": ("Dense loss", "per labelled visual token and attribute, before its weight"),
+        "grad_norm": ("Gradient norm", "of the whole gradient, before clipping"),
     },
     first=("loss",),
     last=("loss", "loss/next_token", "loss/caption", "loss/dense"),
 )
 STAGE1_METRICS = metrics(
     {
-        "loss": "Loss",
-        "loss/next_token": "Next-token loss",
-        "loss/reconstruction": "Reconstruction loss",
-        "latents/cos_target": "Cosine of states to their targets",
-        "latents/cos_first": "Cosine of the first latent to its target",
-        "grad_norm": "Gradient norm",
+        "loss": ("Loss", "of the whole step, over all microbatches and ranks"),
+        "loss/next_token": ("Next-token loss", "cross-entropy per labelled token"),
+        "loss/reconstruction": ("Reconstruction loss", "per example with boxes, before its weight"),
+        "latents/cos_target": (
+            "Cosine of states to their targets",
+            "over all slots",
+        ),
+        "latents/cos_first": (
+            "Cosine of the first latent to its target",
+            "which no evidence precedes",
+        ),
+        "grad_norm": ("Gradient norm", "of the whole gradient, before clipping"),
     },
     first=("loss", "loss/next_token", "loss/reconstruction", "latents/cos_target"),
     last=("loss", "loss/next_token", "loss/reconstruction", "latents/cos_target", "latents/cos_first"),
 )
 STAGE2_METRICS = metrics(
     {
-        "reward": "Reward",
-        "evidence/margin": "Evidence margin g",
-        "evidence/cos_positive": "Cosine to p⁺",
-        "evidence/cos_hardest_negative": "Cosine to the hardest negative",
-        "evidence/active_hinge": "Slots with an active hinge",
-        "loss": "Loss",
-        "reward/accuracy": "Accuracy reward",
-        "reward/format": "Format reward",
-        "evidence/credit_mass": "Credit mass Σγ",
-        "loss/policy": "Policy loss",
-        "loss/evidence": "Evidence loss",
-        "groups/without_variance": "Groups without variance",
-        "policy/entropy": "Entropy, nats",
-        "policy/kl": "KL from the starting policy",
-        "completions/tokens": "Tokens per completion",
-        "latents/adjacent_cosine": "Cosine of adjacent latents",
-        "grad_norm": "Gradient norm",
+        "reward": ("Reward", "mean weighted reward of a completion"),
+        "evidence/margin": ("Evidence margin g", "cosine to p⁺ minus cosine to the hardest negative, where defined"),
+        "evidence/cos_positive": ("Cosine to p⁺", "of the regenerated latents"),
+        "evidence/cos_hardest_negative": ("Cosine to the hardest negative", "of the regenerated latents"),
+        "evidence/active_hinge": ("Slots with an active hinge", "share of latents with an evidence loss above 0"),
+        "loss": ("Loss", "of the whole step, over all microbatches and ranks"),
+        "reward/accuracy": ("Accuracy reward", "mean over completions, before its weight"),
+        "reward/format": ("Format reward", "mean over completions, before its weight"),
+        "evidence/credit_mass": ("Credit mass Σγ", "sum of the credit over the latents of a prompt"),
+        "loss/policy": ("Policy loss", "clipped objective with its KL"),
+        "loss/evidence": ("Evidence loss", "before lambda_ev"),
+        "groups/without_variance": ("Groups without variance", "share of groups whose rewards are all equal"),
+        "policy/entropy": ("Entropy, nats", "of the sampling distribution, per generated token"),
+        "policy/kl": ("KL from the starting policy", "k3 estimate, with beta > 0"),
+        "completions/tokens": ("Tokens per completion", "mean length"),
+        "latents/adjacent_cosine": ("Cosine of adjacent latents", "near 1 means that the latents have collapsed"),
+        "grad_norm": ("Gradient norm", "of the whole gradient, before clipping"),
     },
     first=(
         "reward",
@@ -237,4 +230,5 @@ def _earlier(steps: Sequence[Step], settings: dict[str, Any]) -> About:
     """What a run without ``method.json`` was."""
     names = {name for step in steps for name in step}
     stage = "rl" if "reward" in names else "sft" if "loss/reconstruction" in names else "base"
-    return about(stage, str(settings.get("method", "")))
+    method = settings.get("method", "")
+    return about(stage, str(method.get("type", "") if isinstance(method, dict) else method))

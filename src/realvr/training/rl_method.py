@@ -3,7 +3,7 @@ the run as a reference, and a state that a killed run continues from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -23,7 +23,7 @@ from realvr.latent.span import prefill, score, splice
 from realvr.maths import grpo
 from realvr.training.adapters import Adapters
 from realvr.training.examples import Encoder
-from realvr.training.method import Method, Metric, Run
+from realvr.training.method import Method, Run
 from realvr.training.models import StartingPolicy
 from realvr.training.prompts import PromptBatch, PromptStream
 from realvr.training.rewards import load_rewards
@@ -99,21 +99,6 @@ class RolloutMethod(Method[RlSettings, RC, RlBatch]):
     from_scratch: ClassVar[bool] = False
     """Whether the method starts from a model without latents."""
     bank_size: int = 0
-    metrics: ClassVar[Mapping[str, Metric]] = {
-        "reward": Metric("reward", "mean weighted reward of a completion"),
-        "groups/without_variance": Metric("groups without variance", "share of groups whose rewards are all equal"),
-        "completions/tokens": Metric("completion length", "mean tokens of a completion"),
-        "prompts/tokens": Metric("prompt length", "mean tokens of a prompt, visual tokens included"),
-        "completions/ended_by_eos": Metric("ended by end token", "share of completions"),
-        "completions/ended_by_stop": Metric("ended by answer", "share of completions that stopped at </answer>"),
-        "completions/ended_by_length": Metric("cut off", "share of completions that reached max_new"),
-        "loss/policy": Metric("policy loss", "clipped objective with its KL"),
-        "policy/entropy": Metric("entropy", "of the sampling distribution, per generated token"),
-        "policy/ratio": Metric("ratio", "mean probability ratio to the rollout policy"),
-        "policy/clip_fraction": Metric("clipped", "share of tokens where the clip is active"),
-        "policy/kl": Metric("KL", "k3 estimate of the KL to the starting policy (beta > 0)"),
-        "grad_norm/policy": Metric("gradient norm: policy", "of the policy loss alone, before clipping"),
-    }
 
     def __init__(self, backbone: Backbone, config: RC) -> None:
         super().__init__(backbone, config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -19,7 +19,7 @@ from realvr.errors import UserError
 from realvr.training.adapters import Adapters
 from realvr.training.dropping import ENOUGH, over, too_many
 from realvr.training.examples import Encoder, all_of
-from realvr.training.method import Method, Metric, Run
+from realvr.training.method import Method, Run
 from realvr.training.sections import MethodConfig
 from realvr.training.settings import SftSettings, TrainSettings
 from realvr.training.sft_batch import SftBatch, SftExample, pack_rows
@@ -93,13 +93,6 @@ class PackedMethod(Method[SftSettings, PC, SftBatch]):
     """One optimizer step is ``optim.batch`` packed rows, dealt out over the ranks; packing is done by each rank."""
 
     stage = "sft"
-    metrics: ClassVar[Mapping[str, Metric]] = {
-        "loss/next_token": Metric("next-token loss", "cross-entropy per labelled token"),
-        "data/row_fill": Metric("row fill", "share of the packed rows that is not padding"),
-        "data/examples_per_rank": Metric("examples", "examples per rank in this step"),
-        "data/with_targets": Metric("with boxes", "share of examples with evidence boxes"),
-        "grad_norm/next_token": Metric("gradient norm: next token", "of the cross-entropy alone, before clipping"),
-    }
 
     def begin(self, run: Run[SftSettings]) -> None:
         super().begin(run)

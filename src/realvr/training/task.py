@@ -19,6 +19,7 @@ from torch import nn
 
 from realvr.training.engine import Ranks
 from realvr.training.metrics import Metrics
+from realvr.training.records import About
 
 __all__ = ["Collected", "Metrics", "Ranks", "Task"]
 
@@ -65,6 +66,10 @@ class Task(Protocol):
 
     def export(self, directory: Path) -> None:
         """Write the trained model as a plain HF directory."""
+        ...
+
+    def about(self) -> About | None:
+        """What the run records about it in ``method.json``; None: nothing."""
         ...
 
     def close(self) -> None:

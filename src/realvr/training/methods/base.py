@@ -20,7 +20,7 @@ from realvr.latent.span import decoder_pass, token_logprobs
 from realvr.maths import reconstruction
 from realvr.training.base_rows import BaseBatch, BaseRows, Place
 from realvr.training.dropping import Draws
-from realvr.training.method import Method, Metric, Run, Term
+from realvr.training.method import Method, Run, Term
 from realvr.training.prefetch import prefetch
 from realvr.training.sections import MethodConfig
 from realvr.training.settings import BaseSettings
@@ -54,16 +54,7 @@ class Base(Method[BaseSettings, BaseConfig, BaseBatch]):
     """
 
     name, stage, Config = "base", "base", BaseConfig
-    span = False
     term_names = ("next_token", "caption", "dense", "feature_norm")
-    metrics = {
-        "loss/next_token": Metric("next-token loss", "cross-entropy per token of the answer, before its weight"),
-        "loss/caption": Metric("caption loss", "cross-entropy per token of the caption, before its weight"),
-        "loss/dense": Metric("dense loss", "per labelled visual token and attribute, before its weight"),
-        "loss/feature_norm": Metric(
-            "feature norm", "squared distance of a visual token's RMS from 1, before its weight"
-        ),
-    }
 
     def begin(self, run: Run[BaseSettings]) -> None:
         super().begin(run)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from realvr.latent.span import decoder_pass, token_logprobs
 from realvr.maths import reconstruction
-from realvr.training.method import Metric, Term
+from realvr.training.method import Term
 from realvr.training.sft_batch import SftBatch
 from realvr.training.sft_method import PackedConfig, PackedMethod
 from realvr.training.task import Collected, Metrics
@@ -41,13 +41,6 @@ class LvrSft(PackedMethod[LvrSftConfig]):
 
     name, order, Config = "lvr-sft", 0, LvrSftConfig
     term_names = ("next_token", "reconstruction")
-    metrics = {
-        **PackedMethod.metrics,
-        "loss/reconstruction": Metric("reconstruction loss", "per example with boxes, before its weight"),
-        "latents/cos_target": Metric("cosine to target", "of state and target, over all slots"),
-        "latents/cos_first": Metric("cosine to first target", "at the first slot, which no evidence precedes"),
-        "grad_norm/reconstruction": Metric("gradient norm: reconstruction", "of that weighted loss alone, unclipped"),
-    }
 
     def collect(self, step: int) -> Collected[SftBatch]:
         """Packed rows, and the counts of the whole step that its losses are divided by."""

@@ -15,7 +15,7 @@ from realvr.latent.recurrence import regenerate
 from realvr.latent.span import prefill, score, splice
 from realvr.latent.state import State
 from realvr.maths import credit, evidence, grpo
-from realvr.training.method import Metric, Term
+from realvr.training.method import Term
 from realvr.training.readouts import readouts
 from realvr.training.rl_batch import RlBatch, Rolled, correct_and_wrong, rl_batch
 from realvr.training.rl_method import RolloutConfig, RolloutMethod
@@ -65,23 +65,6 @@ class _Evidence(RolloutMethod[ReaLVRConfig]):
 
     Config = ReaLVRConfig
     term_names: tuple[str, ...] = ("policy", "evidence")
-    metrics = {
-        **RolloutMethod.metrics,
-        "loss/evidence": Metric("evidence loss", "before lambda_ev"),
-        "evidence/margin": Metric("margin g", "cosine to p+ minus cosine to the hardest negative, where defined"),
-        "evidence/cos_positive": Metric("cosine to p+", "of the regenerated latents"),
-        "evidence/cos_hardest_negative": Metric("cosine to the hardest negative", "of the regenerated latents"),
-        "evidence/active_hinge": Metric("active hinge", "share of latents with an evidence loss above 0"),
-        "evidence/undefined": Metric("undefined", "share of prompts without an evidence loss"),
-        "evidence/credit_mass": Metric("credit mass", "sum of the credit over the latents of a prompt"),
-        "evidence/unassigned_weight": Metric("unassigned weight", "weight that no latent gets"),
-        "evidence/readout_mass": Metric("readout mass", "attention of the correct answer on the latents"),
-        "evidence/has_wrong_answer": Metric("has a wrong answer", "share of prompts whose group has one that parses"),
-        "evidence/negatives_used": Metric("negatives", "mean number per prompt"),
-        "latents/norm": Metric("latent norm", "of the regenerated latents"),
-        "latents/adjacent_cosine": Metric("adjacent cosine", "of neighbouring latents; near 1 means collapse"),
-        "grad_norm/evidence": Metric("gradient norm: evidence", "of the weighted evidence loss alone, before clipping"),
-    }
 
     def __init__(self, backbone: Backbone, config: ReaLVRConfig) -> None:
         super().__init__(backbone, config)
