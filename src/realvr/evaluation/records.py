@@ -10,7 +10,10 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from realvr.runs.journal import Kind, json_line, records_of
 
@@ -76,27 +79,17 @@ class Prediction:
 
 
 _TYPES = get_type_hints(Prediction)
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value of a file has the type of its field."""
-    inner = get_args(kind)
-    if get_origin(kind) is Literal:
-        return isinstance(value, str) and value in inner
-    if get_origin(kind) is list:
-        return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)
-    if get_origin(kind) is dict:
-        return isinstance(value, dict) and all(_fits(item, inner[1]) for item in value.values())
-    if inner:  # X | None
-        return any(_fits(value, one) for one in inner)
-    return type(value) is kind or (kind is float and type(value) is int)
+_ROW = TypeAdapter(TypedDict("_Row", _TYPES, total=False))  # type: ignore[operator]
 
 
 def _parse(line: bytes) -> Prediction:
     row: dict[str, Any] = json.loads(line)
     known = {name: value for name, value in row.items() if name in _TYPES}
-    if odd := [name for name, value in known.items() if not _fits(value, _TYPES[name])]:
-        raise ValueError(f"{odd[0]} is {str(known[odd[0]])[:60]!r}")
+    try:
+        _ROW.validate_python(known, strict=True)
+    except ValidationError as error:
+        odd = str(error.errors(include_url=False, include_input=False)[0]["loc"][0])
+        raise ValueError(f"{odd} is {str(known[odd])[:60]!r}") from None
     return Prediction(**known)
 
 

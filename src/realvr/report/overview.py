@@ -179,7 +179,7 @@ def _against(arms: Sequence[Arm], baseline: Arm) -> Table | None:
     first = _with_predictions(baseline)
     if first is None:
         return None
-    names = bench_names(arms)
+    names, answers = bench_names(arms), list(predictions_of(first.folder))
     rows: list[list[Cell | str]] = []
     for arm in arms:
         second = _with_predictions(arm)
@@ -189,7 +189,7 @@ def _against(arms: Sequence[Arm], baseline: Arm) -> Table | None:
         if not (set(first.summary["benches"]) & set(second.summary["benches"])) - skipped:
             continue
         found = compare(
-            (row for row in predictions_of(first.folder) if row.bench not in skipped),
+            (row for row in answers if row.bench not in skipped),
             (row for row in predictions_of(second.folder) if row.bench not in skipped),
             first_latents=_trained(first),
             second_latents=_trained(second),
