@@ -34,7 +34,7 @@ def tab(page: Path) -> Iterator[Page]:
 
 
 def test_everything_is_there(tab: Page) -> None:
-    assert tab.run("document.querySelectorAll('main > section').length") == 10
+    assert tab.run("document.querySelectorAll('main > section').length") == 12
     assert tab.run("Array.from(document.querySelectorAll('main > section h2')).every(one => one.offsetHeight > 0)")
     assert tab.run("document.querySelectorAll('svg.chart').length") > 20
     names = (

@@ -123,6 +123,7 @@ def _differences(name: str, both: list[tuple[Prediction, Prediction]]) -> list[s
         "image list": [a.images != b.images for a, b in both],
         "encoded prompt": [bool(a.prompt and b.prompt) and a.prompt != b.prompt for a, b in both],
         "extraction policy": [a.policy != b.policy for a, b in both],
+        "judge of the answers": [a.judge != b.judge for a, b in both],
     }.items():
         if any(differs):
             example = next(a.question for (a, _), different in zip(both, differs, strict=True) if different)

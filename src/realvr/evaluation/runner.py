@@ -121,10 +121,12 @@ def evaluate(
     ranks: Ranks | None = None,
     notes: Mapping[str, Any] | None = None,
     versions: Mapping[str, Any] | None = None,
+    show: bool = True,
 ) -> dict[str, Any]:
     """Ask everything that has not been answered in ``out`` yet, and score it. Returns the summary (rank 0).
 
     ``notes`` are further settings that must not change when a run is continued; they go into ``eval.json``.
+    ``show=False`` prints no progress.
     """
     settings, ranks = settings or EvalSettings(), ranks or Ranks()
     directory = Path(out)
@@ -137,7 +139,7 @@ def evaluate(
             claim(directory, record)
             merge(directory)
         ranks.barrier()
-        run = Run(responder, benches, directory, settings, chosen, batch, ranks)
+        run = Run(responder, benches, directory, settings, chosen, batch, ranks, show)
         run.all()
         ranks.barrier()
         if ranks.rank:
@@ -205,8 +207,10 @@ class Run:
         chosen: Budgets,
         batch: int,
         ranks: Ranks,
+        show: bool = True,
     ) -> None:
         self.settings = settings
+        self.show = show and ranks.rank == 0
         self.budgets = chosen
         self.ranks = ranks
         self.benches = [_bench(questions, batch) for questions in benches]
@@ -221,7 +225,7 @@ class Run:
             1 for bench, batch in self._share() for key in self._keys(bench, batch) if key not in self.store.done
         )
         try:
-            with Meter(total, show=self.ranks.rank == 0) as meter:
+            with Meter(total, show=self.show) as meter:
                 self._own(meter)
                 if self.budgets.exchanged is not None:
                     self.ranks.barrier()

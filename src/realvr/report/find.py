@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from realvr.training.records import METRICS, TrainingRun, load_run
 
 ARM_LIST = "demo.json"
 _SETTINGS = "_settings.json"
-_SKIPPED = {"final", "checkpoints", "latents", "tensorboard", "report", "world"}
+_SKIPPED = {"final", "best", "checkpoints", "latents", "tensorboard", "report", "world"}
 _GENERIC = {"train", "training", "eval", "evaluation", "pairs", "sweep"}
 """Folder names that say what was done and not to which model, beside the names of diagnostics."""
 Found = dict[Path, list[tuple[Result, str]]]
@@ -106,8 +107,19 @@ def _settings(folder: Path, name: str, summary: Any, file: Path) -> Settings:
 
 def _foreign(folder: Path) -> list[tuple[Path, str]]:
     """(folder, name) of diagnostics that left results here and are not registered."""
-    names = [SETTINGS_FILE.load(file).get("diagnostic") for file in sorted(folder.glob(f"*{_SETTINGS}"))]
-    return [(folder, name) for name in names if name is not None and name not in DIAGNOSTICS]
+    beside = {file.name.removesuffix(_SETTINGS): file for file in sorted(folder.glob(f"*{_SETTINGS}"))}
+    return [
+        (folder, name)
+        for name, file in beside.items()
+        if name not in DIAGNOSTICS and (folder / f"{name}.json").is_file() and _says(file, name)
+    ]
+
+
+def _says(file: Path, diagnostic: str) -> bool:
+    """Whether a file is the settings of that diagnostic. Somebody else's file may hold anything."""
+    with suppress(UserError):
+        return read_json(file).get("diagnostic") == diagnostic
+    return False
 
 
 def _is_overview(file: Path) -> bool:

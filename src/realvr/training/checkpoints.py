@@ -28,7 +28,7 @@ from realvr.runs.hashes import difference, digests
 from realvr.training.configuration import differences
 from realvr.training.dropping import ReadsData
 from realvr.training.engine import Engine
-from realvr.training.sections import CheckpointSettings
+from realvr.training.sections import VALIDATION_METRICS, CheckpointSettings
 from realvr.training.settings import StageSettings, TrainSettings
 from realvr.training.statefile import read_state, write_state, write_text
 from realvr.training.task import Task
@@ -38,6 +38,7 @@ MAY_CHANGE = (
     "optim.microbatch",
     "data.max_dropped",
     "checkpoint.",
+    "validation.",
     "log.",
     "run.out",
     "run.max_bad_steps",
@@ -61,6 +62,8 @@ class Progress:
     """Skipped steps at the end of them."""
     skipped: int = 0
     """Skipped steps in all."""
+    best: dict[str, Any] | None = None
+    """The best validation so far, see ``best.py``."""
 
 
 class Checkpoints:
@@ -117,11 +120,15 @@ class Checkpoints:
         write_text(partial / "run.json", json.dumps(run, indent=1))
         sync(partial)
         publish(partial, final)
-        self._prune()
+        self._prune(progress)
 
-    def _prune(self) -> None:
-        """Remove all but the newest. A checkpoint is renamed before it is deleted: half of one is never read."""
+    def _prune(self, progress: Progress) -> None:
+        """Remove all but the newest and the best. A checkpoint is renamed before it is deleted: half of one is never
+        read."""
+        best = progress.best["step"] if progress.best else None
         for old in self.complete()[: -self.settings.keep]:
+            if _number(old) == best:
+                continue
             doomed = old.with_name(f".{old.name}.partial")
             publish(old, doomed)
             shutil.rmtree(doomed)
@@ -279,7 +286,15 @@ def _progress(values: dict[str, Any], step: int) -> Progress:
     counts = [progress.bad_in_a_row, progress.skipped, progress.step]
     if any(type(count) is not int for count in counts) or not 0 <= counts[0] <= counts[1] <= counts[2] == step:
         raise ValueError(f"run.json: progress is {values}")
+    if progress.best is not None and not _known_best(progress.best, step):
+        raise ValueError(f"run.json: best is {progress.best}")
     return progress
+
+
+def _known_best(best: Any, step: int) -> bool:
+    kinds = {"metric": str, "value": float, "step": int, "identity": str}
+    typed = isinstance(best, dict) and {name: type(value) for name, value in best.items()} == kinds
+    return typed and best["metric"] in VALIDATION_METRICS and 0 < best["step"] <= step
 
 
 def _number(path: Path) -> int:

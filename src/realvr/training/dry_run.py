@@ -7,6 +7,7 @@ from realvr.training.engine import Engine
 from realvr.training.loop import refuse_unequal_passes
 from realvr.training.settings import TrainSettings
 from realvr.training.task import Task
+from realvr.training.validation import validation_of
 
 
 def dry_run(task: Task, settings: TrainSettings, engine: Engine) -> int:
@@ -18,6 +19,9 @@ def dry_run(task: Task, settings: TrainSettings, engine: Engine) -> int:
     refuse_unequal_passes(engine, collected)
     engine.print(configuration.dump(settings))
     engine.print(f"processes: {engine.world}, microbatches per step and rank: {len(collected.microbatches)}")
+    validation = validation_of(task, settings, engine)
+    if validation is not None:
+        engine.print(f"validation: {len(validation.questions)} questions every {settings.validation.every} steps")
     for name, text in memory.shapes(collected.microbatches[0], "microbatch"):
         engine.print(f"  {name}: {text}")
     for name, size in held.items():

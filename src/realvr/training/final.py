@@ -1,4 +1,4 @@
-"""The end of a run: ``final``, a plain model folder with a card."""
+"""The models that a run leaves, ``final`` at its end and ``best`` on the way: plain model folders with a card."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ from realvr.training.engine import Engine
 from realvr.training.settings import TrainSettings
 from realvr.training.task import Task
 
+FINAL, BEST = "final", "best"
+"""Folders of a run."""
+
 
 def refuse_foreign(out: Path) -> None:
-    """The end of a run replaces ``final``: one that no run wrote must not be lost."""
-    if (out / "final").exists() and not (out / "settings.yaml").exists():
-        raise UserError(f"{out / 'final'} is not of a training run: move it away, or choose another run.out")
+    """A run replaces ``final`` and ``best``: one that no run wrote must not be lost."""
+    for name in (FINAL, BEST):
+        if (out / name).exists() and not (out / "settings.yaml").exists():
+            raise UserError(f"{out / name} is not of a training run: move it away, or choose another run.out")
 
 
-def write_final(task: Task, settings: TrainSettings, engine: Engine, values: dict[str, Any]) -> None:
-    """Write ``final`` with the last metrics in its card. Every rank calls it; the folder appears when it is whole."""
+def write_model(task: Task, settings: TrainSettings, engine: Engine, values: dict[str, Any], name: str = FINAL) -> None:
+    """Write a folder with the last metrics in its card. Every rank calls it; the folder appears when it is whole."""
     out = settings.run.out
-    partial, final, old = out / ".final.partial", out / "final", out / ".final.old"
+    partial, final, old = out / f".{name}.partial", out / name, out / f".{name}.old"
     problem = None
     try:
         if engine.main:

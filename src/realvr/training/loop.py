@@ -20,16 +20,18 @@ from realvr.errors import UserError
 from realvr.runs.folder import open_run_folder
 from realvr.runs.progress import busy
 from realvr.training import configuration, memory, metrics
+from realvr.training.best import Best
 from realvr.training.checkpoints import Checkpoints, Progress
 from realvr.training.dropping import DataRecord
 from realvr.training.engine import Engine
-from realvr.training.final import refuse_foreign, write_final
+from realvr.training.final import BEST, FINAL, refuse_foreign, write_model
 from realvr.training.metrics import Metrics
 from realvr.training.records import METHOD, METHOD_FILE
 from realvr.training.settings import TrainSettings
 from realvr.training.stopping import INTERRUPTED, Stopping
 from realvr.training.task import Collected, Task
 from realvr.training.tracking import Tracker
+from realvr.training.validation import Validated, Validation, validation_of
 
 
 @dataclass
@@ -41,6 +43,9 @@ class Run:
     engine: Engine
     tracker: Tracker
     progress: Progress
+    validation: Validation | None = None
+    validated: Validated | None = None
+    """Of the last step, where it was one with a validation."""
 
 
 def train(task: Task, settings: TrainSettings, engine: Engine) -> int:
@@ -54,6 +59,7 @@ def train(task: Task, settings: TrainSettings, engine: Engine) -> int:
             engine.prepare(task.module, settings.optim)
             memory.refuse_too_large(engine, settings)
             engine.seed(settings.run.seed)
+            validation = validation_of(task, settings, engine)
             progress = checkpoints.resume(task, settings)
         if engine.main:
             configuration.save_resolved(settings, out / "settings.yaml")
@@ -63,7 +69,7 @@ def train(task: Task, settings: TrainSettings, engine: Engine) -> int:
             closing(task),
             Tracker(out, settings.log, settings.optim.steps, progress.step, engine.main) as tracker,
         ):
-            return train_steps(Run(task, settings, engine, tracker, progress), checkpoints)
+            return train_steps(Run(task, settings, engine, tracker, progress, validation), checkpoints)
 
 
 def train_steps(run: Run, checkpoints: Checkpoints) -> int:
@@ -71,6 +77,7 @@ def train_steps(run: Run, checkpoints: Checkpoints) -> int:
     settings, engine, tracker, progress = run.settings, run.engine, run.tracker, run.progress
     out, steps, shown = settings.run.out, settings.optim.steps, engine.main and settings.log.console
     note_resumed(run)
+    best = best_so_far(run)
     data = DataRecord(run.task, settings, engine)
     data.write(progress.step)
     with Stopping(engine.main) as stopping:
@@ -82,8 +89,9 @@ def train_steps(run: Run, checkpoints: Checkpoints) -> int:
                 raise
             for line in data.after_step(progress.step):
                 tracker.note(line)
+            improved = best is not None and keep_if_best(run, best)
             stop = engine.any(stopping.wanted)
-            if stop or checkpoints.due(progress.step, steps):
+            if stop or improved or checkpoints.due(progress.step, steps):
                 with busy(f"writing the checkpoint of step {progress.step}", shown):
                     saved = checkpoints.save(progress, run.task, settings)
                 data.write(progress.step)
@@ -93,9 +101,9 @@ def train_steps(run: Run, checkpoints: Checkpoints) -> int:
         for line in data.last_words():
             tracker.note(line)
         refuse_untrained(run)
-        with busy(f"writing {out / 'final'}", shown):
-            write_final(run.task, settings, engine, tracker.last)
-        tracker.note(f"done: {out / 'final'}")
+        with busy(f"writing {out / FINAL}", shown):
+            write_model(run.task, settings, engine, tracker.last)
+        tracker.note(f"done: {out / FINAL}")
     return 0
 
 
@@ -120,6 +128,32 @@ def refuse_untrained(run: Run) -> None:
             f"nothing was trained, and no final model is written. Look at the examples named above (rewards, weights, "
             f"optim.lr), then start again in another run.out or without {run.settings.run.out / 'checkpoints'}"
         )
+
+
+def best_so_far(run: Run) -> Best | None:
+    """What ``checkpoint.keep_best`` asks for."""
+    metric = run.settings.checkpoint.keep_best
+    if metric is None or run.validation is None:
+        run.progress.best = None  # no longer wanted: its checkpoint is one among the others
+        return None
+    best = Best(metric, run.validation.identity, run.progress)
+    if best.forgotten:
+        run.tracker.note(best.forgotten)
+    return best
+
+
+def keep_if_best(run: Run, best: Best) -> bool:
+    """After a validation better than all before, write the model to ``best``; its checkpoint comes after it, so that a
+    kill in between repeats the validation. Leaves the generators as they were."""
+    line = best.better(run.validated.metrics) if run.validated is not None else None
+    if line is None:
+        return False
+    engine, settings, before = run.engine, run.settings, run.engine.rng_state()
+    with busy(f"writing {settings.run.out / BEST}", engine.main and settings.log.console):
+        write_model(run.task, settings, engine, run.tracker.last, BEST)
+    engine.set_rng_state(before)
+    run.tracker.note(line)
+    return True
 
 
 # ---------------------------------------------------------------------- one step
@@ -147,6 +181,10 @@ def train_step(run: Run) -> None:
     values |= norms | {"grad_norm": update.norm, "lr": optim.lr_at(step - 1), "prepare_s": collect_s}
     values["peak_memory_gib"] = max(engine.gather_objects(engine.peak_memory())) / memory.GIB
     values["skipped"] = float(progress.skipped + update.skipped)
+    run.validated = run.validation(step) if run.validation is not None and run.validation.due(step) else None
+    if run.validated is not None:
+        values |= run.validated.metrics
+        run.tracker.validated(step, run.validated.replies)
     run.tracker.log(step, values, seconds)
     if is_due(step, log.table_every):
         run.tracker.table(step, collected.table)

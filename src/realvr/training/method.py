@@ -81,6 +81,8 @@ class Method(Generic[S, C, B]):
     metrics: ClassVar[Sequence[Metric]] = ()
     """What it records that a report should show, with titles and descriptions; ``method.json`` of a run holds them. By
     default what other methods of the stage record."""
+    span: ClassVar[bool] = True
+    """Whether the model learns to answer behind its latent span; validation then asks with it."""
     term_names: tuple[str, ...]
     """Names of its terms; the gradient norm of each can be measured alone."""
 

@@ -103,7 +103,14 @@ def load_run(folder: Path) -> TrainingRun:
     steps, settings = read_steps(folder / METRICS), _settings(folder / SETTINGS)
     path = folder / METHOD
     about = METHOD_FILE.load(path) if path.is_file() else _earlier(steps, settings)
-    return TrainingRun(folder, steps, settings, about)
+    return TrainingRun(folder, steps, settings, _with_validation(about))
+
+
+def _with_validation(about: About) -> About:
+    """Every method may be validated: these metrics are the same for all and stand first."""
+    own = {metric["name"] for metric in about["metrics"]}
+    more = [metric for metric in VALIDATION if metric["name"] not in own]
+    return {**about, "metrics": [*more, *about["metrics"]]}
 
 
 def number_of(step: Step) -> int:
@@ -153,6 +160,19 @@ def metrics(titles: dict[str, tuple[str, str]], first: Sequence[str], last: Sequ
     ]
 
 
+VALIDATION = metrics(
+    {
+        "validation/accuracy": "Held-out accuracy",
+        "validation/reward": "Held-out reward",
+        "validation/readable": "Held-out replies that can be read",
+        "validation/loss": "Held-out loss of the right answer",
+        "validation/help": "Held-out help of the latents",
+        "validation/dependence_other": "Held-out dependence: another's latents",
+        "validation/dependence_noise": "Held-out dependence: noise",
+    },
+    first=("validation/accuracy", "validation/reward"),
+    last=(),
+)
 BASE_METRICS = metrics(
     {
         "loss": ("Loss", "of the whole step, over all microbatches and ranks"),

@@ -168,6 +168,41 @@ class LoraSettings(Section):
     """Names of the linear layers of the language model that get an adapter."""
 
 
+VALIDATION_METRICS: dict[str, Literal["higher", "lower"]] = {
+    "validation/accuracy": "higher",
+    "validation/reward": "higher",
+    "validation/readable": "higher",
+    "validation/loss": "lower",
+    "validation/help": "higher",
+    "validation/dependence_other": "higher",
+    "validation/dependence_noise": "higher",
+}
+"""What ``checkpoint.keep_best`` may name, and which values are better."""
+NEED_EFFECTS = ("validation/help", "validation/dependence_other", "validation/dependence_noise")
+
+
+class ValidationSettings(Section):
+    """Held-out questions that the current model answers while it trains. Off unless ``path`` is given."""
+
+    path: str | None = None
+    """File or folder of held-out questions, in any format that ``realvr data check`` reads. None: no validation."""
+    images: str | None = None
+    """Folder that image paths are relative to and stay inside. None: the folder of the file."""
+    every: int = Field(default=25, ge=1)
+    """Steps between validations; the last step has one too."""
+    n: int = Field(default=200, ge=1)
+    """Most questions; a larger file gives the same n at every validation, drawn by ``seed``."""
+    seed: int = 0
+    """Seed of the choice of questions."""
+    batch: int = Field(default=16, ge=1)
+    """Questions that one rank answers at a time."""
+    max_new: int = Field(default=192, ge=1)
+    """Most tokens of an answer, which is greedy and ends at ``</answer>``."""
+    effects: bool = False
+    """Also measure help and dependence: the same questions without a span and with exchanged latents. Takes about five
+    times as long."""
+
+
 class CheckpointSettings(Section):
     """Checkpoints that a killed run continues from."""
 
@@ -178,9 +213,19 @@ class CheckpointSettings(Section):
     resume: str = "auto"
     """``auto`` continues from the newest complete checkpoint of ``run.out`` if there is one, ``never`` refuses a folder
     that holds a run, anything else is the path of a checkpoint to continue from."""
+    keep_best: str | None = None
+    """Metric whose best value is kept beside the newest checkpoints, such as ``validation/accuracy``: its checkpoint is
+    not rotated away, and ``run.out/best`` holds its model. None: the newest only."""
     changed_data: Literal["refuse", "accept"] = "refuse"
     """What a resumed run does when a data file or an image is no longer as it was: ``accept`` goes on with what is
     there now, at the same number of draws."""
+
+    @field_validator("keep_best")
+    @classmethod
+    def _known_metric(cls, metric: str | None) -> str | None:
+        if metric is not None and metric not in VALIDATION_METRICS:
+            raise ValueError(f"no metric is called '{metric}': choose one of {', '.join(VALIDATION_METRICS)}")
+        return metric
 
 
 class MethodConfig(Section):

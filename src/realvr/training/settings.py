@@ -13,6 +13,7 @@ from pydantic import Field, PrivateAttr, SerializeAsAny, field_validator, model_
 
 from realvr.training import method_settings
 from realvr.training.sections import (
+    NEED_EFFECTS,
     CheckpointSettings,
     DataSettings,
     LogSettings,
@@ -23,6 +24,7 @@ from realvr.training.sections import (
     RunSettings,
     Section,
     SourceSettings,
+    ValidationSettings,
 )
 
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "SourceSettings",
     "StageSettings",
     "TrainSettings",
+    "ValidationSettings",
 ]
 
 
@@ -127,6 +130,8 @@ class TrainSettings(Section):
     """Checkpoints that a killed run continues from."""
     log: LogSettings = LogSettings()
     """What is recorded, and how often."""
+    validation: ValidationSettings = ValidationSettings()
+    """Held-out questions that the current model answers while it trains. Off unless ``path`` is given."""
 
     @property
     def origin(self) -> Origin:
@@ -136,6 +141,15 @@ class TrainSettings(Section):
     def came_from(self, origin: Origin) -> Self:
         """Note where the settings came from."""
         self._origin = origin
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_measured(self) -> Self:
+        metric, validation = self.checkpoint.keep_best, self.validation
+        if metric is not None and validation.path is None:
+            raise ValueError(f"checkpoint.keep_best: {metric} needs held-out questions: give validation.path")
+        if metric in NEED_EFFECTS and not validation.effects:
+            raise ValueError(f"checkpoint.keep_best: {metric} is measured with validation.effects: true")
         return self
 
     @model_validator(mode="after")

@@ -20,9 +20,11 @@ from realvr.data.reading import Report, read
 from realvr.data.sample import Sample
 from realvr.errors import UserError
 from realvr.runs.progress import Bar
+from realvr.training.held_out import held_out_questions, note_training_on
 from realvr.training.records import DATA_FILE
 
 if TYPE_CHECKING:
+    from realvr.evaluation.questions import Questions
     from realvr.training.sections import SourceSettings
     from realvr.training.settings import TrainSettings
     from realvr.training.task import Ranks
@@ -39,6 +41,8 @@ class TrainingData:
     weights: dict[str, float]
     census: Census
     fingerprint: Fingerprint
+    held_out: Questions | None = None
+    """What the run is validated on."""
 
     def mixture(self, settings: TrainSettings, rank: int = 0, world: int = 1) -> Mixture[Sample]:
         """The mixture that the settings describe."""
@@ -87,7 +91,10 @@ def training_data(settings: TrainSettings, ranks: Ranks) -> TrainingData:
     files = [path for _, _, report in lists for path in report.files if path.is_file()] if first else []
     files += [Path(source.path) for source in data.sources if first and Path(source.path).is_file()]
     hashes = census.hash_files(list(dict.fromkeys(files)), _known_hashes(settings.run.out))
-    return TrainingData(kept, weights, Census(counted), Fingerprint(hashes, images, stats))
+    held_out = held_out_questions(settings.validation)
+    if held_out is not None and first:
+        note_training_on(held_out, data, kept)
+    return TrainingData(kept, weights, Census(counted), Fingerprint(hashes, images, stats), held_out)
 
 
 def _refuse_losses(source: SourceSettings, found: SourceCensus, number: int, most: float) -> None:

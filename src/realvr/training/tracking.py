@@ -27,6 +27,8 @@ LINE = {
     "loss": "loss",
     "reward": "reward",
     "evidence/margin": "g",
+    "validation/accuracy": "val_accuracy",
+    "validation/reward": "val_reward",
     "lr": "lr",
     "grad_norm": "grad_norm",
     "tokens_per_s": "tokens_per_s",
@@ -55,6 +57,7 @@ class Tracker:
         self.last: dict[str, Any] = {}
         self._metrics: Appender | None = None
         self._completions: Appender | None = None
+        self._validation: Appender | None = None
         self._board: Any = None
         self._bars: Bars | None = None
         self._durations: deque[float] = deque(maxlen=20)
@@ -67,6 +70,7 @@ class Tracker:
         self.out.mkdir(parents=True, exist_ok=True)
         self.last = truncate(self.out / "metrics.jsonl", step)
         truncate(self.out / "completions.jsonl", step)
+        truncate(self.out / "validation.jsonl", step)
         self._metrics = Appender(self.out / "metrics.jsonl")
         self._completions = Appender(self.out / "completions.jsonl")
         if self.settings.tensorboard:
@@ -122,6 +126,15 @@ class Tracker:
             table.add_row(*(_cell(row.get(name), name in _CUT) for name in names))
         self.console.print(table)
 
+    def validated(self, step: int, replies: list[dict[str, Any]]) -> None:
+        """Record what the model answered to held-out questions."""
+        if not self.active:
+            return
+        if self._validation is None:
+            self._validation = Appender(self.out / "validation.jsonl")
+        lines = ({"step": step, **_json(reply)} for reply in replies)
+        self._validation.write([json.dumps(line, ensure_ascii=True, allow_nan=False) for line in lines], sync=False)
+
     def note(self, text: str) -> None:
         """Print one line."""
         if self.active:
@@ -136,7 +149,7 @@ class Tracker:
         self._ticker.__exit__(None, None, None)
         if self._bars is not None:
             self._bars.__exit__()
-        for file in (self._metrics, self._completions, self._board):
+        for file in (self._metrics, self._completions, self._validation, self._board):
             if file is not None:
                 with suppress(OSError):  # every line was flushed when it was written: what fails now failed then
                     file.close()

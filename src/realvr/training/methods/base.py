@@ -54,6 +54,7 @@ class Base(Method[BaseSettings, BaseConfig, BaseBatch]):
     """
 
     name, stage, Config = "base", "base", BaseConfig
+    span = False
     term_names = ("next_token", "caption", "dense", "feature_norm")
 
     def begin(self, run: Run[BaseSettings]) -> None:
