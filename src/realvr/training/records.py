@@ -162,13 +162,16 @@ def metrics(titles: dict[str, tuple[str, str]], first: Sequence[str], last: Sequ
 
 VALIDATION = metrics(
     {
-        "validation/accuracy": "Held-out accuracy",
-        "validation/reward": "Held-out reward",
-        "validation/readable": "Held-out replies that can be read",
-        "validation/loss": "Held-out loss of the right answer",
-        "validation/help": "Held-out help of the latents",
-        "validation/dependence_other": "Held-out dependence: another's latents",
-        "validation/dependence_noise": "Held-out dependence: noise",
+        "validation/accuracy": ("Held-out accuracy", "share of held-out questions answered right"),
+        "validation/reward": ("Held-out reward", "mean weighted reward of the replies"),
+        "validation/readable": ("Held-out replies that can be read", "share of replies with an answer"),
+        "validation/loss": ("Held-out loss of the right answer", "negative log-probability of the right answer"),
+        "validation/help": ("Held-out help of the latents", "accuracy with the latents minus accuracy without"),
+        "validation/dependence_other": (
+            "Held-out dependence: another's latents",
+            "accuracy lost with the latents of another question",
+        ),
+        "validation/dependence_noise": ("Held-out dependence: noise", "accuracy lost with noise as latents"),
     },
     first=("validation/accuracy", "validation/reward"),
     last=(),
