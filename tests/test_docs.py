@@ -16,11 +16,15 @@ from pathlib import Path
 import pytest
 
 from realvr.cli import COMMANDS, main
+from realvr.cli.diagnose import options_of
 from realvr.cli.dispatch import settings_type
+from realvr.diagnostics import DIAGNOSTICS
 from realvr.errors import UserError
+from realvr.registry import load_file
 from realvr.training.configuration import load_settings
 
 ROOT = Path(__file__).resolve().parent.parent
+TOYS = ROOT / "tests" / "toys"
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 GROUPS = {name.split()[0] for name in COMMANDS if " " in name}
@@ -118,6 +122,13 @@ def parse(verb: str, args: list[str]) -> None:
     if "--plugin" in args:  # taken off before a verb sees its arguments; the file is the reader's
         place = args.index("--plugin")
         args = args[:place] + args[place + 2 :]
+    if verb == "diagnose":
+        if args:
+            kind = (
+                DIAGNOSTICS.get(args[0]) if args[0] in DIAGNOSTICS else load_file(TOYS / "toy_diagnostic.py").SpanNorm
+            )
+            tyro.cli(options_of(kind), args=args[1:])
+        return
     if command.raw:
         flags = [arg.replace("--resume", "--checkpoint.resume") for arg in args[1:] if arg != "--dry-run"]
         kind, config = verb.split()[1], Path(args[0])

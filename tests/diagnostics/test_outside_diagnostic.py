@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from realvr.data.export import write as export
 from realvr.data.reading import read
 from realvr.diagnostics import DIAGNOSTICS, RunSettings, diagnose
 from realvr.errors import UserError
+from realvr.evaluation.published import published
 from realvr.latent.group_rollout import rollout
 from realvr.latent.sampling import Sampling
 from realvr.registry import load_file
@@ -151,6 +153,63 @@ def test_it_is_listed_and_explained() -> None:
     said = run("diagnose", "span-norm", "--help")
     assert "--power" in said and "The p of the p-norm." in said and "How long are the latents?" in said
     assert "span-norm" not in run("diagnose", plugin=None)
+
+
+# ---------------------------------------------------------------------- report and lists
+
+
+def test_the_report_has_its_section(finished: tuple[Path, str], tmp_path: Path) -> None:
+    out = finished[0]
+    run("report", out, "--out", tmp_path / "with")
+    norm = json.loads((out / "span-norm.json").read_text())["norm"]
+    data = json.loads((tmp_path / "with" / "data.json").read_text())
+    (section,) = [section for section in data["sections"] if section["id"] == "span-norm"]
+    (table,) = [table for table in section["tables"] if table["caption"] == "Norms"]
+    assert section["title"] == "Norm of the latents" and table["rows"][0][1]["value"] == norm["mean"]
+    (effects,) = [table for table in data["sections"][0]["tables"] if "norm" in table["header"]]
+    assert effects["rows"][0][effects["header"].index("norm")]["value"] == norm["mean"]
+    page = (tmp_path / "with" / "index.html").read_text()
+    assert "Mean norm of the latents: run " in page and "How long are the latents?" in page  # figure and question
+
+
+def test_a_report_without_the_file_says_what_is_missing(finished: tuple[Path, str], tmp_path: Path) -> None:
+    shutil.copytree(finished[0], tmp_path / "runs" / "norm")
+    said = run("report", tmp_path / "runs", "--out", tmp_path / "out", plugin=None, code=2)
+    assert f"{tmp_path / 'runs' / 'norm'} holds results of diagnostic span-norm" in said and "--plugin FILE.py" in said
+
+
+def test_the_documentation_lists_every_diagnostic() -> None:
+    rows = re.findall(r"^\| `([a-z-]+)` \| (.*) \| (.*) \| (yes|no) \|$", DOCS.read_text(), re.MULTILINE)
+    listed = [(kind.name, kind.question, str(kind.needs), "yes" if kind.paper else "no") for kind in DIAGNOSTICS]
+    assert rows == listed and len(listed) >= 4
+
+
+def test_the_paper_s_values_are_those_of_its_tables() -> None:
+    """Every number in the sentence stands in the table that the sentence names."""
+    for kind in DIAGNOSTICS:
+        for table in re.findall(r"\((tab:[a-z-]+)\)", kind.paper):
+            printed = {
+                f"{value:.{digits}f}"
+                for row in published(table)
+                for value, _ in row.values.values()
+                for digits in (1, 2, 6)
+            }
+            numbers = re.findall(r"[−+]?\d+\.\d+", kind.paper)
+            assert len(numbers) >= 4 and {n.replace("−", "-").lstrip("+") for n in numbers} <= printed
+        assert bool(kind.paper) == bool(re.search(r"\(tab:[a-z-]+\)$", kind.paper))
+
+
+def test_lists_and_drawing_need_no_torch(finished: tuple[Path, str]) -> None:
+    code = (
+        "import importlib, pkgutil, sys, realvr.diagnostics as d\n"
+        "for module in pkgutil.iter_modules(d.__path__): importlib.import_module(f'realvr.diagnostics.{module.name}')\n"
+        f"from realvr.registry import use_plugins; use_plugins([{str(TOY)!r}])\n"
+        "from pathlib import Path\n"
+        f"kind = d.DIAGNOSTICS.get('span-norm'); summary = kind.read(Path({str(finished[0])!r}))[1]\n"
+        "assert kind().section([d.Shown('a', summary)]).widgets and d.DIAGNOSTICS.names()\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 # ---------------------------------------------------------------------- refusals

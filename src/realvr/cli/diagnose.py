@@ -94,13 +94,17 @@ def diagnose(args: Sequence[str]) -> int:
         print(listed())
         return 0
     kind = DIAGNOSTICS.get(args[0])
-    own = Annotated[kind.Settings, tyro.conf.OmitArgPrefixes]  # type: ignore[name-defined]
-    options = make_dataclass(
-        "Options", [("own", own, field(default_factory=kind.Settings))], bases=(DiagnoseCommand,), frozen=True
-    )
     text = f"{kind.question} {kind.reading}\n\nNeeds {kind.needs}. The same command again continues a run."
-    settings: Any = tyro.cli(options, prog=f"realvr diagnose {kind.name}", description=text, args=list(args[1:]))
+    prog = f"realvr diagnose {kind.name}"
+    settings: Any = tyro.cli(options_of(kind), prog=prog, description=text, args=list(args[1:]))
     return _run([kind(settings.own)], settings, "diagnose")
+
+
+def options_of(kind: type[Diagnostic]) -> type[DiagnoseCommand]:
+    """The options that every diagnostic has, and its own."""
+    own = Annotated[kind.Settings, tyro.conf.OmitArgPrefixes]  # type: ignore[name-defined]
+    fields = [("own", own, field(default_factory=kind.Settings))]
+    return make_dataclass("Options", fields, bases=(DiagnoseCommand,), frozen=True)
 
 
 def listed() -> str:
