@@ -51,6 +51,11 @@ def test_margin_and_cosine_against_single_questions(tmp_path: Path, build_tiny: 
     settings = RunSettings(model, data, tmp_path / "out", batch=2, device="cpu")
     found = diagnose([grounding], settings)["grounding"]
 
+    journal = tmp_path / "out" / "grounding.jsonl"
+    whole = journal.read_bytes()
+    journal.write_bytes(whole[: whole.index(b"\n", whole.index(b"\n") + 1) + 30])  # a kill within the third line
+    assert diagnose([grounding], settings)["grounding"] == found and journal.read_bytes() == whole
+
     backbone = Backbone.load(model, device="cpu")
     spans, prototypes = [], []
     for sample in read(data):
