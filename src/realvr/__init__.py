@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from realvr.backbone.types import Turn
     from realvr.data.reading import read
     from realvr.data.sample import Sample
+    from realvr.diagnostics.run import diagnose
+    from realvr.diagnostics.settings import DiagnoseSettings
     from realvr.errors import UserError
     from realvr.evaluation.checkpoints import evaluate
     from realvr.evaluation.finished import CompareSettings, ScoreSettings, compare_runs, score
@@ -30,6 +32,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Backbone": "realvr.backbone.backbone",
     "CompareSettings": "realvr.evaluation.finished",
+    "DiagnoseSettings": "realvr.diagnostics.settings",
     "EvaluateSettings": "realvr.evaluation.settings",
     "ReportSettings": "realvr.report.settings",
     "Sample": "realvr.data.sample",
@@ -38,6 +41,7 @@ _HOME = {
     "Turn": "realvr.backbone.types",
     "UserError": "realvr.errors",
     "compare_runs": "realvr.evaluation.finished",
+    "diagnose": "realvr.diagnostics.run",
     "evaluate": "realvr.evaluation.checkpoints",
     "load_settings": "realvr.training.configuration",
     "read": "realvr.data.reading",
@@ -51,6 +55,7 @@ _HOME = {
 __all__ = [
     "Backbone",
     "CompareSettings",
+    "DiagnoseSettings",
     "EvaluateSettings",
     "ReportSettings",
     "Sample",
@@ -60,6 +65,7 @@ __all__ = [
     "UserError",
     "__version__",
     "compare_runs",
+    "diagnose",
     "evaluate",
     "load_settings",
     "read",

@@ -13,7 +13,7 @@ from realvr.backbone import Backbone
 from realvr.backbone.samples import conversation
 from realvr.data.export import write
 from realvr.data.reading import read
-from realvr.diagnostics import RunSettings, diagnose
+from realvr.diagnostics import DiagnoseSettings, diagnose
 from realvr.diagnostics.grounding import Grounding
 from realvr.latent.group_rollout import rollout
 from realvr.latent.sampling import Sampling
@@ -48,7 +48,7 @@ def test_margin_and_cosine_against_single_questions(tmp_path: Path, build_tiny: 
     recipe = Recipe("validation", seed=1, count=COUNT, size=(48, 48), kinds=("color", "shape"))
     write(samples(recipe), "jsonl", data)
     grounding = Grounding.configure({"negatives": COUNT - 1})
-    settings = RunSettings(model, data, tmp_path / "out", batch=2, device="cpu")
+    settings = DiagnoseSettings(model, data, tmp_path / "out", batch=2, device="cpu")
     found = diagnose([grounding], settings)["grounding"]
 
     journal = tmp_path / "out" / "grounding.jsonl"

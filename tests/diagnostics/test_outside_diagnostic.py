@@ -23,7 +23,7 @@ from realvr.backbone import Backbone
 from realvr.backbone.samples import conversation
 from realvr.data.export import write as export
 from realvr.data.reading import read
-from realvr.diagnostics import DIAGNOSTICS, RunSettings, diagnose
+from realvr.diagnostics import DIAGNOSTICS, DiagnoseSettings, diagnose
 from realvr.errors import UserError
 from realvr.evaluation.published import published
 from realvr.latent.group_rollout import rollout
@@ -137,7 +137,7 @@ def test_a_killed_run_continues_to_the_same_records(
     lines = (cut / "span-norm.jsonl").read_text().splitlines(keepends=True)
     (cut / "span-norm.jsonl").write_text("".join([lines[0], *lines[3:7]]) + lines[7][:20])  # one process goes on
     toy = load_file(TOY).SpanNorm
-    diagnose([toy.configure({"power": 3.0})], RunSettings(str(model), data, cut, device="cpu", batch=1))
+    diagnose([toy.configure({"power": 3.0})], DiagnoseSettings(str(model), data, cut, device="cpu", batch=1))
     again = [json.loads(line) for line in (cut / "span-norm.jsonl").read_text().splitlines()]
     assert [record["id"] for record in again] == [json.loads(line)["id"] for line in lines]
 
@@ -145,7 +145,7 @@ def test_a_killed_run_continues_to_the_same_records(
 def test_a_folder_keeps_to_its_settings(finished: tuple[Path, str], model: Path, data: Path) -> None:
     toy = load_file(TOY).SpanNorm
     with pytest.raises(UserError, match="power was 3.0, now 2.0.*--out"):
-        diagnose([toy()], RunSettings(str(model), data, finished[0], device="cpu"))
+        diagnose([toy()], DiagnoseSettings(str(model), data, finished[0], device="cpu"))
 
 
 def test_it_is_listed_and_explained() -> None:
@@ -282,7 +282,7 @@ def test_what_data_or_model_lack_is_named(model: Path, build_tiny: Any, tmp_path
         ("distances", model, pairs, {"batch": 0}, "--batch is 0"),
     ]
     for name, chosen, questions, options, said in cases:
-        settings = RunSettings(str(chosen), questions, tmp_path / "out", device="cpu", **options)
+        settings = DiagnoseSettings(str(chosen), questions, tmp_path / "out", device="cpu", **options)
         with pytest.raises(UserError, match=said):
             diagnose([DIAGNOSTICS.get(name)()], settings)
         assert not (tmp_path / "out").exists()
@@ -304,13 +304,13 @@ def test_a_second_model_is_loaded_where_it_is_needed(model: Path, data: Path, tm
                         "norms": [a - b for a, b in zip(record["norms"], other[record["id"]]["norms"], strict=True)]
                     }
 
-    settings = RunSettings(str(model), data, tmp_path / "out", device="cpu", limit=2)
+    settings = DiagnoseSettings(str(model), data, tmp_path / "out", device="cpu", limit=2)
     with pytest.raises(UserError, match="diagnostic both compares two models: name the other with --second-model"):
         diagnose([Both()], settings)
-    two = RunSettings(str(model), data, tmp_path / "out", device="cpu", limit=2, second_model=str(model))
+    two = DiagnoseSettings(str(model), data, tmp_path / "out", device="cpu", limit=2, second_model=str(model))
     found = diagnose([Both()], two)["both"]
     assert found["norm"]["mean"] == 0.0 and found["norm"]["pairs"] == 2
     assert found["settings"]["second_model"]["weights"] == found["settings"]["model"]["weights"] != ""
-    three = RunSettings(str(model), data, tmp_path / "more", device="cpu", limit=3, second_model=str(model))
+    three = DiagnoseSettings(str(model), data, tmp_path / "more", device="cpu", limit=3, second_model=str(model))
     with pytest.raises(UserError, match="diagnostic both left .* without a record"):
         diagnose([Both()], three)

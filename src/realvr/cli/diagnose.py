@@ -16,7 +16,7 @@ from realvr.diagnostics.counterfactual import Counterfactual, CounterfactualSett
 from realvr.diagnostics.distances import Distances
 from realvr.diagnostics.exchange import Exchange, ExchangeSettings
 from realvr.diagnostics.run import diagnose as run
-from realvr.diagnostics.settings import RunSettings, run_settings
+from realvr.diagnostics.settings import DiagnoseSettings, settings_of
 from realvr.evaluation.processes import ProcessFailed
 from realvr.evaluation.tables import wide_console
 
@@ -31,7 +31,7 @@ Data = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DATA", help_
 
 
 @dataclass(frozen=True)
-class DiagnoseCommand(RunSettings):
+class DiagnoseCommand(DiagnoseSettings):
     """Options that every diagnostic has."""
 
     model: Model
@@ -121,7 +121,7 @@ def listed() -> str:
 def _run(diagnostics: Sequence[Diagnostic], settings: DiagnoseCommand, verb: str) -> int:
     """Run, then print the table of the first."""
     try:
-        summaries = run(diagnostics, run_settings(settings), verb)
+        summaries = run(diagnostics, settings_of(settings), verb)
     except ProcessFailed as failure:
         return failure.code
     except KeyboardInterrupt:

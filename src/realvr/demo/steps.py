@@ -142,15 +142,15 @@ def _evaluate(step: Step, **options: Any) -> None:
 
 def diagnose(step: Step, settings: DemoSettings) -> None:
     """A diagnostic, and those that are measured with it in the same folder."""
-    from realvr.diagnostics import DIAGNOSTICS, RunSettings
+    from realvr.diagnostics import DIAGNOSTICS, DiagnoseSettings
     from realvr.diagnostics import diagnose as measure
 
     chosen = choice().diagnostics[step.what]
     numbers = settings.numbers | {"seed": settings.seed}
     first = DIAGNOSTICS.get(step.what).configure(filled(chosen.settings, numbers))
-    beside = [DIAGNOSTICS.get(name)() for name in chosen.beside]
     common: dict[str, Any] = {"max_new": choice().max_new, "device": "cpu", **filled(chosen.run, numbers)}
-    measure([first, *beside], RunSettings(_arm(step).model, samples_of(chosen.data), step.out, **common), step.what)
+    asked = DiagnoseSettings(_arm(step).model, samples_of(chosen.data), step.out, **common)
+    measure([first, *chosen.beside], asked, step.what)
 
 
 def _arm(step: Step) -> Arm:

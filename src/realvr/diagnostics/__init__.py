@@ -2,7 +2,7 @@
 
 from realvr.diagnostics.base import DIAGNOSTICS, Diagnostic, DiagnosticSettings, Highlight, Needs, Samples, Shown
 from realvr.diagnostics.run import diagnose
-from realvr.diagnostics.settings import RunSettings
+from realvr.diagnostics.settings import DiagnoseSettings
 
 __all__ = [
     "DIAGNOSTICS",
@@ -10,7 +10,7 @@ __all__ = [
     "DiagnosticSettings",
     "Highlight",
     "Needs",
-    "RunSettings",
+    "DiagnoseSettings",
     "Samples",
     "Shown",
     "diagnose",

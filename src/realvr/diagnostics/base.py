@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from realvr.diagnostics.files import markdown
-from realvr.diagnostics.settings import RunSettings
+from realvr.diagnostics.settings import DiagnoseSettings
 from realvr.errors import UserError
 from realvr.registry import Registry
 from realvr.runs.journal import Record
@@ -295,7 +295,7 @@ def _complaint(kind: type[Diagnostic]) -> str:
     for name, about in kind.Settings.model_fields.items():
         if about.is_required():
             return f"setting '{name}' has no default; give it one"
-        if name in RunSettings.names():
+        if name in DiagnoseSettings.names():
             return f"setting '{name}' is an option of every diagnostic: call it otherwise"
     return ""
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from realvr.diagnostics.base import Diagnostic, Item, Samples
+from realvr.diagnostics.base import DIAGNOSTICS, Diagnostic, Item, Samples
 from realvr.diagnostics.files import write_csv
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.pairs import fingerprint, read_pairs
-from realvr.diagnostics.settings import RunSettings
+from realvr.diagnostics.settings import DiagnoseSettings
 from realvr.errors import UserError
 from realvr.evaluation.processes import Ranks, check_count, launch
 from realvr.runs.files import write_atomically
@@ -30,24 +30,28 @@ from realvr.runs.progress import Bar, busy
 
 
 def diagnose(
-    diagnostics: Sequence[Diagnostic], settings: RunSettings, verb: str = "diagnose"
+    diagnostics: Sequence[Diagnostic | str], settings: DiagnoseSettings, verb: str = "diagnose"
 ) -> dict[str, dict[str, Any]]:
     """Measure what the folder lacks, then summarise and write everything; the summaries by name.
 
-    Several diagnostics share data, model and folder, and need the same of them. Under torchrun every process but the
-    first returns nothing.
+    A diagnostic may be named; it then has its default settings. Several share data, model and folder, and need the same
+    of them. Under torchrun every process but the first returns nothing.
     """
+    chosen = [DIAGNOSTICS.get(one)() if isinstance(one, str) else one for one in diagnostics]
     check_count(settings.processes)
     settings.check()
+    for one in chosen[1:]:
+        if one.needs.pairs != chosen[0].needs.pairs or one.needs.boxes != chosen[0].needs.boxes:
+            raise UserError(f"{chosen[0].name} and {one.name} need different data: run one after the other")
     if settings.processes == 1:
-        return diagnose_share(diagnostics, settings, verb)
-    launch(share_to_json(diagnostics, settings, verb), settings.processes, "realvr.diagnostics.worker")
-    found = {one.name: one.read(Path(settings.out)) for one in diagnostics}
-    return {name: content for name, (_, content) in ((name, read) for name, read in found.items() if read)}
+        return diagnose_share(chosen, settings, verb)
+    launch(share_to_json(chosen, settings, verb), settings.processes, "realvr.diagnostics.worker")
+    files = [one.result_file().load(Path(settings.out) / f"{one.name}.json") for one in chosen]
+    return {one.name: content for one, content in zip(chosen, files, strict=True)}
 
 
 def diagnose_share(
-    diagnostics: Sequence[Diagnostic], settings: RunSettings, verb: str = "diagnose"
+    diagnostics: Sequence[Diagnostic], settings: DiagnoseSettings, verb: str = "diagnose"
 ) -> dict[str, dict[str, Any]]:
     """Everything one process does; the first also summarises."""
     ranks = Ranks.from_environment()
@@ -60,7 +64,7 @@ def diagnose_share(
     out = Path(settings.out)
     with open_run_folder(out, verb, settings.take_over) if show else nullcontext():
         ranks.start()
-        model = load_model(first, settings, ranks)
+        model = load_model(diagnostics, settings, ranks)
         run = Run(settings, data, model, ranks)
         for diagnostic in diagnostics:
             diagnostic.settle(model)
@@ -84,7 +88,7 @@ class Data:
     lines: list[str] = field(default_factory=list)
 
 
-def read_data(diagnostic: Diagnostic, settings: RunSettings) -> Data:
+def read_data(diagnostic: Diagnostic, settings: DiagnoseSettings) -> Data:
     """What a diagnostic measures, in file order; a `UserError` where the data lacks what it needs."""
     if diagnostic.needs.pairs:
         pairs, report = read_pairs(settings.data, settings.limit)
@@ -117,7 +121,7 @@ def read_data(diagnostic: Diagnostic, settings: RunSettings) -> Data:
     return Data(samples, digest.hexdigest(), left_out, lines)
 
 
-def _no_boxes(diagnostic: Diagnostic, settings: RunSettings, count: int) -> str:
+def _no_boxes(diagnostic: Diagnostic, settings: DiagnoseSettings, count: int) -> str:
     return (
         f"{settings.data}: none of its {count} samples has evidence boxes, which diagnostic {diagnostic.name} needs: "
         "give data with boxes (realvr data show DATA draws them; `realvr world make OUT --split validation` makes some)"
@@ -127,23 +131,23 @@ def _no_boxes(diagnostic: Diagnostic, settings: RunSettings, count: int) -> str:
 # ---------------------------------------------------------------------- model
 
 
-def load_model(diagnostic: Diagnostic, settings: RunSettings, ranks: Ranks) -> Model:
-    """The model with the K of the run, and the second where the diagnostic needs one."""
-    needs, show = diagnostic.needs, ranks.rank == 0
-    if needs.second_model and not settings.second_model:
-        raise UserError(f"diagnostic {diagnostic.name} compares two models: name the other with --second-model")
-    if settings.second_model and not needs.second_model:
-        raise UserError(f"--second-model: diagnostic {diagnostic.name} looks at one model; leave it out")
-    first = _responder(settings, settings.model, ranks)
-    latents = _latents(diagnostic, settings.model, first, settings.latents, show)
-    second = None
-    if settings.second_model:
-        other = _responder(settings, settings.second_model, ranks)
-        second = Model(other, _latents(diagnostic, settings.second_model, other, settings.latents, show))
-    return Model(first, latents, second)
+def load_model(diagnostics: Sequence[Diagnostic], settings: DiagnoseSettings, ranks: Ranks) -> Model:
+    """The model with the K of the run, and the second where a diagnostic needs one."""
+    comparing = [one.name for one in diagnostics if one.needs.second_model]
+    if comparing and not settings.second_model:
+        raise UserError(f"diagnostic {comparing[0]} compares two models: name the other with --second-model")
+    if settings.second_model and not comparing:
+        raise UserError(f"--second-model: diagnostic {diagnostics[0].name} looks at one model; leave it out")
+    spans = next((one.name for one in diagnostics if one.needs.span), None)
+
+    def load(path: str, second: Model | None = None) -> Model:
+        responder = _responder(settings, path, ranks)
+        return Model(responder, _latents(spans, path, responder, settings.latents, ranks.rank == 0), second)
+
+    return load(settings.model, load(settings.second_model) if settings.second_model else None)
 
 
-def _responder(settings: RunSettings, path: str, ranks: Ranks) -> Any:
+def _responder(settings: DiagnoseSettings, path: str, ranks: Ranks) -> Any:
     from realvr.backbone.backbone import Backbone
     from realvr.evaluation.model_responder import ModelResponder
     from realvr.latent.sampling import Sampling
@@ -163,13 +167,14 @@ def _responder(settings: RunSettings, path: str, ranks: Ranks) -> Any:
     return ModelResponder(backbone, sampling, path=path)
 
 
-def _latents(diagnostic: Diagnostic, path: str, responder: Any, asked: int | None, show: bool) -> int:
-    """K to measure with: what was asked for where that makes sense, else the checkpoint's."""
+def _latents(needing: str | None, path: str, responder: Any, asked: int | None, show: bool) -> int:
+    """K to measure with: what was asked for where that makes sense, else the checkpoint's. ``needing``: the diagnostic
+    that needs a span."""
     trained = int(responder.latents)
-    if diagnostic.needs.span and (trained == 0 or asked == 0):
+    if needing and (trained == 0 or asked == 0):
         raise UserError(
             f"{path} has no trained latent span (K = {min(trained, trained if asked is None else asked)}), which "
-            f"diagnostic {diagnostic.name} needs: train Stage 1 first (realvr train sft), and do not ask for "
+            f"diagnostic {needing} needs: train Stage 1 first (realvr train sft), and do not ask for "
             "--latents 0"
         )
     if asked and not trained:
@@ -191,7 +196,7 @@ def _latents(diagnostic: Diagnostic, path: str, responder: Any, asked: int | Non
 class Run:
     """One process of a run."""
 
-    settings: RunSettings
+    settings: DiagnoseSettings
     data: Data
     model: Model
     ranks: Ranks = field(default_factory=Ranks)
@@ -310,16 +315,14 @@ def measure_all(
 # ---------------------------------------------------------------------- several processes
 
 
-def share_to_json(diagnostics: Sequence[Diagnostic], settings: RunSettings, verb: str) -> str:
+def share_to_json(diagnostics: Sequence[Diagnostic], settings: DiagnoseSettings, verb: str) -> str:
     """A run as text, for a process that does a share of it."""
     chosen = [[one.name, one.settings.model_dump(mode="json")] for one in diagnostics]
     return json.dumps({"diagnostics": chosen, "settings": json.loads(settings.to_json()), "verb": verb})
 
 
-def share_from_json(text: str) -> tuple[list[Diagnostic], RunSettings, str]:
+def share_from_json(text: str) -> tuple[list[Diagnostic], DiagnoseSettings, str]:
     """The opposite."""
-    from realvr.diagnostics.base import DIAGNOSTICS
-
     content = json.loads(text)
     diagnostics = [DIAGNOSTICS.get(name).configure(values) for name, values in content["diagnostics"]]
-    return diagnostics, RunSettings(**content["settings"]), content["verb"]
+    return diagnostics, DiagnoseSettings(**content["settings"]), content["verb"]

@@ -10,7 +10,7 @@ from realvr.errors import UserError
 
 
 @dataclass(frozen=True)
-class RunSettings:
+class DiagnoseSettings:
     """Model, data and folder of a run.
 
     Args:
@@ -63,9 +63,9 @@ class RunSettings:
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """Names of the settings that every diagnostic has."""
-        return tuple(field.name for field in fields(RunSettings))
+        return tuple(field.name for field in fields(DiagnoseSettings))
 
 
-def run_settings(of: RunSettings) -> RunSettings:
+def settings_of(of: DiagnoseSettings) -> DiagnoseSettings:
     """The settings of a run, of a verb's options that may be more."""
-    return RunSettings(**{name: getattr(of, name) for name in RunSettings.names()})
+    return DiagnoseSettings(**{name: getattr(of, name) for name in DiagnoseSettings.names()})

@@ -258,7 +258,7 @@ class LogSettings(Section):
     """Show progress on the console."""
 
 
-class RunSettings(Section):
+class DiagnoseSettings(Section):
     """Where the run lives and when it gives up."""
 
     out: Path

@@ -16,12 +16,12 @@ from realvr.training.sections import (
     NEED_EFFECTS,
     CheckpointSettings,
     DataSettings,
+    DiagnoseSettings,
     LogSettings,
     LoraSettings,
     MethodConfig,
     ModelSettings,
     OptimSettings,
-    RunSettings,
     Section,
     SourceSettings,
     ValidationSettings,
@@ -42,7 +42,7 @@ __all__ = [
     "RlModelSettings",
     "RlOptimSettings",
     "RlSettings",
-    "RunSettings",
+    "DiagnoseSettings",
     "Section",
     "SftOptimSettings",
     "SftSettings",
@@ -122,7 +122,7 @@ class TrainSettings(Section):
     """The model to start from."""
     data: DataSettings
     """Training data and the order in which it comes."""
-    run: RunSettings
+    run: DiagnoseSettings
     """Where the run lives and when it gives up."""
     optim: OptimSettings = OptimSettings()
     """AdamW, its schedule, and how much data one step takes."""
