@@ -12,9 +12,13 @@ import pytest
 
 from realvr import models
 from realvr.demo import files
-from realvr.demo.plan import DemoSettings, quick_settings, steps_of
+from realvr.demo.choice import choice, filled
+from realvr.demo.plan import ARMS, DemoSettings, quick_settings, steps_of
+from realvr.demo.steps import samples_of, training_settings
 from realvr.demo.words import notes
+from realvr.diagnostics import DIAGNOSTICS, RunSettings
 from realvr.errors import UserError
+from realvr.training.configuration import KINDS
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +94,23 @@ def test_steps_need_only_steps_that_exist_and_come_before(settings: DemoSettings
     for step in steps_of(settings):
         assert seen.issuperset(step.needs) and step.name not in seen and step.cost > 0
         seen.add(step.name)
+
+
+@pytest.mark.parametrize("settings", [DemoSettings(), quick_settings()])
+def test_the_data_file_chooses_what_there_is(settings: DemoSettings) -> None:
+    """Names that no registry knows, or settings that they refuse, would only fail minutes into a demo."""
+    chosen, numbers = choice(), settings.numbers | {"seed": settings.seed}
+    for name, one in chosen.diagnostics.items():
+        DIAGNOSTICS.get(name).configure(filled(one.settings, numbers))
+        RunSettings("model", samples_of(one.data), "out", **filled(one.run, numbers)).check()
+        assert all(beside in DIAGNOSTICS for beside in one.beside) and chosen.split(one.data)
+    for step in steps_of(settings):
+        if step.training is not None:
+            command = chosen.recipes[step.training.recipe].command
+            KINDS[command].model_validate(training_settings(step, settings))
+    names = {arm.name for arm in ARMS}
+    assert len(names) == len(ARMS) and all({first, second} <= names for first, second in chosen.comparisons)
+    assert {name for arm in ARMS for name in arm.diagnostics} <= set(chosen.diagnostics)
 
 
 def _effect(ci: list[float], readable: list[float] | None = None, read: float = 98.0) -> dict[str, Any]:

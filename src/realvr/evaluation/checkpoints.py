@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from realvr.errors import UserError
 from realvr.evaluation.aggregation import aggregate
 from realvr.evaluation.processes import Ranks, check_count, launch
+from realvr.evaluation.results import load_summary
 from realvr.evaluation.settings import EvaluateSettings, model_names
 from realvr.evaluation.summary_files import summary_path, write_summary
-from realvr.runs.files import read_json
 from realvr.runs.folder import open_run_folder
 from realvr.runs.guard import note
 from realvr.runs.progress import Bar, busy
@@ -43,8 +43,9 @@ def evaluate(settings: EvaluateSettings) -> Evaluated:
         return evaluate_share(settings)
     launch(settings.to_json(), settings.processes)
     folders = _folders(settings)
-    summaries = {name: read_json(summary_path(folder)) for name, folder in folders.items()}
-    return Evaluated(summaries, read_json(summary_path(settings.out)) if len(folders) > 1 else None)
+    summaries: dict[str, Any] = {name: load_summary(summary_path(folder)) for name, folder in folders.items()}
+    together: Any = load_summary(summary_path(settings.out)) if len(folders) > 1 else None
+    return Evaluated(summaries, together)
 
 
 def evaluate_share(settings: EvaluateSettings) -> Evaluated:
