@@ -27,7 +27,7 @@ from realvr.report.training import training
 from realvr.training import held_out, loop
 from realvr.training.best import Best
 from realvr.training.checkpoints import Progress
-from realvr.training.sections import ValidationSettings
+from realvr.training.sections import VALIDATION_METRICS, ValidationSettings
 from realvr.training.validation import validation_of
 from stage_runs import (
     column,
@@ -449,3 +449,10 @@ def test_training_on_the_held_out_file_prints_a_notice(
     other = write(world(3, seed=9, size=48), tmp_path / "other")
     run("base", small("base", data, tmp_path / "clean", other, **one))
     assert "also" not in capsys.readouterr().err
+
+
+def test_the_page_names_every_metric_and_which_values_are_better() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `validation/")]
+    for metric, better in VALIDATION_METRICS.items():
+        assert any(f"`{metric}`" in row and row.endswith(f"| {better} |") for row in rows), metric

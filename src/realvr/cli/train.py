@@ -24,6 +24,7 @@ Several processes: torchrun --standalone --nproc-per-node 2 -m realvr train {kin
 Examples:
   realvr train {kind} my.yaml --dry-run
   realvr train {kind} my.yaml --optim.lr 1e-5 --run.out runs/second
+  realvr train {kind} my.yaml --validation.path held-out.jsonl --checkpoint.keep-best validation/accuracy
 """
 
 
