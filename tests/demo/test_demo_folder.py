@@ -16,7 +16,7 @@ from realvr.demo.choice import choice, filled
 from realvr.demo.plan import ARMS, DemoSettings, quick_settings, steps_of
 from realvr.demo.steps import samples_of, training_settings
 from realvr.demo.words import notes
-from realvr.diagnostics import DIAGNOSTICS, RunSettings
+from realvr.diagnostics import DIAGNOSTICS, DiagnoseSettings
 from realvr.errors import UserError
 from realvr.training.configuration import KINDS
 
@@ -102,7 +102,7 @@ def test_the_data_file_chooses_what_there_is(settings: DemoSettings) -> None:
     chosen, numbers = choice(), settings.numbers | {"seed": settings.seed}
     for name, one in chosen.diagnostics.items():
         DIAGNOSTICS.get(name).configure(filled(one.settings, numbers))
-        RunSettings("model", samples_of(one.data), "out", **filled(one.run, numbers)).check()
+        DiagnoseSettings("model", samples_of(one.data), "out", **filled(one.run, numbers)).check()
         assert all(beside in DIAGNOSTICS for beside in one.beside) and chosen.split(one.data)
     for step in steps_of(settings):
         if step.training is not None:
