@@ -241,6 +241,23 @@ def test_settings_files_of_both_layouts(tmp_path: Path) -> None:
         load_settings("rl", config_file(twice, tmp_path / "c.yaml"))
 
 
+def test_a_checkpoint_of_the_old_layout_is_continued(trained: Path, tmp_path: Path) -> None:
+    """As earlier versions wrote ``run.json``: settings of the method beside the sections, no word of its file."""
+    data = write(world(4), tmp_path / "data")
+    changes: dict[str, Any] = {"optim": {"steps": 1, "batch": 2}, "checkpoint": {"every": 1}, "method": "undetached"}
+    run("rl", configure("rl", trained, data, tmp_path / "run", **changes))
+    file = tmp_path / "run/checkpoints/step-000001/run.json"
+    record = json.loads(file.read_text())
+    method = record["settings"].pop("method")
+    record["settings"] |= {"method": method.pop("type"), **method}
+    del record["method"]
+    file.write_text(json.dumps(record))
+    more = configure("rl", trained, data, tmp_path / "run", **changes | {"optim": {"steps": 2, "batch": 2}})
+    with pytest.raises(UserError, match=r"method.eta was 0.3, is 0.4"):
+        run("rl", more | {"eta": 0.4})
+    assert column(run("rl", more), "step") == [1, 2]
+
+
 def test_direct_sft_is_stage_one_without_latents(settings_file: Path, tmp_path: Path) -> None:
     assert load_settings("sft", settings_file, ["--method", "direct-sft"]).model.latents == 0
     raw = SMALL | {"model": {"path": "m", "latents": 8}, "method": "direct-sft"}
