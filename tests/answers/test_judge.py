@@ -314,3 +314,19 @@ def test_old_names_of_the_maths() -> None:
             and old.unique(["a", "A"]) == ["a"]
             and old.wrong(["b"], "a") == ["b"]
         )
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ("2024-01-02", "2021", False),  # 2024 - 1 - 2
+        ("2024/1/2", "1012", False),
+        ("1/2/2024", "1/4048", False),
+        ("2024-01-02", "2024-1-2", True),
+        ("2024-01-02", "2024/01/02", True),
+        ("01-02-2024", "02-01-2024", False),
+        ("2024-1", "2023", True),  # no date: a subtraction
+    ],
+)
+def test_a_date_is_no_calculation(one: str, other: str, expected: bool) -> None:
+    assert bool(equal(one, other)) is bool(equal(other, one)) is expected

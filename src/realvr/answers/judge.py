@@ -80,6 +80,8 @@ def _free(one: str, other: str) -> Verdict:
         return Verdict(quantity.same_value(first, second), "number")
     if _times(one) and _times(other):
         return Verdict(_times(one) == _times(other), "number")
+    if _date(one) or _date(other):
+        return Verdict(_date(one) == _date(other), "number")
     pair = quantity.without_units(one, other)
     if pair is None or not _mathematical(*pair) or _different_units(*pair):
         return Verdict(False, "text")
@@ -102,6 +104,14 @@ def _same_letter(one: str, other: str) -> bool:
 def _times(text: str) -> list[int]:
     """[3, 5] of "3:05": a time or a ratio, which an algebra system would divide."""
     return [int(part) for part in text.split(":")] if re.fullmatch(r"[0-9]{1,6}(:[0-9]{1,6}){1,2}", text) else []
+
+
+_DATE = re.compile(r"[0-9]{4}([-/])[0-9]{1,2}\1[0-9]{1,2}|[0-9]{1,2}([-/])[0-9]{1,2}\2[0-9]{4}")
+
+
+def _date(text: str) -> list[int]:
+    """[2024, 1, 2] of "2024-01-02", which an algebra system would subtract; the order is as written."""
+    return [int(part) for part in re.split("[-/]", text)] if _DATE.fullmatch(text) else []
 
 
 _COUNTED = re.compile(r"[0-9.,]+\s*([A-Za-z.]+)")
