@@ -330,3 +330,18 @@ def test_old_names_of_the_maths() -> None:
 )
 def test_a_date_is_no_calculation(one: str, other: str, expected: bool) -> None:
     assert bool(equal(one, other)) is bool(equal(other, one)) is expected
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "choices", "expected"),
+    [
+        ("1/2", "0.5", ["1/2", "0.5"], False),  # two options are two answers, whatever they say
+        ("A", "0.5", ["1/2", "0.5"], False),
+        ("blue", "B", ["red", "blue"], True),
+        ("(b) blue", "Blue.", ["red", "blue"], True),
+        ("A. blue", "B", ["red", "blue"], False),
+    ],
+)
+def test_options_decide_where_there_are_some(one: str, other: str, choices: list[str], expected: bool) -> None:
+    verdict = equal(one, other, choices)
+    assert (bool(verdict), verdict.how) == (expected, "option") and equal(other, one, choices) == verdict

@@ -39,7 +39,7 @@ class AskSettings:
         max_tokens: Most visual tokens per image (families with variable grids); by default those of its training.
         device: cpu, cuda, cuda:1, …; by default the GPU where there is one.
         dtype: float32, bfloat16, float16; by default the checkpoint's own.
-        expected: The right answer. Also print whether the model's equals it, as an evaluation would decide.
+        expected: The right answer. Also print whether the judge of evaluations finds the printed answer equal to it.
     """
 
     model: str | Path
