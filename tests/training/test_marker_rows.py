@@ -18,7 +18,7 @@ import reference
 from helpers import difference, load_stock, stock_inputs
 from realvr.backbone import Backbone
 from realvr.errors import UserError
-from realvr.training import loop, memory
+from realvr.training import loop
 from stage_runs import configure, lines, make, numbers, run, weights, world
 
 NAME = "marker_rows"
@@ -201,10 +201,10 @@ def test_what_is_trained_stays_small(start: tuple[Path, bool], data: Path, tmp_p
     assert all("lora_" in name or name in rows for name in trained)
     assert [tuple(p.shape) for p in rows.values()] == [(3, task.backbone.width)] * (1 if tied else 2)
     own = id(getattr(tables(task)[0], NAME))
-    decay = {id(p): group["weight_decay"] for group in engine.optimizer.param_groups for p in group["params"]}
+    decay = {id(p): group["weight_decay"] for group in engine._optimizer.param_groups for p in group["params"]}
     assert decay[own] == 0
     size = sum(p.numel() * p.element_size() for p in trained.values())
-    assert memory.estimate(task.module, settings.optim)["gradients"] == size
+    assert engine.estimate(task.module, settings.optim)["gradients"] == size
 
 
 def test_controls_without_a_span_and_odd_targets(start: tuple[Path, bool], data: Path, tmp_path: Path) -> None:

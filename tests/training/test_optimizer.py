@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from realvr.training import optimizer
-from realvr.training.memory import estimate, shapes
+from realvr.training.engine.whole import estimate_whole
+from realvr.training.memory import shapes
 from realvr.training.optimizer import MasterAdamW, build_optimizer, parameter_groups
 from realvr.training.sections import OptimSettings
 
@@ -74,7 +75,7 @@ def test_loading_master_weights_does_not_round_them() -> None:
 def test_memory_estimate_is_what_the_optimizer_holds(master: bool) -> None:
     module = Tied().bfloat16()
     settings = OptimSettings(master_weights=master)
-    found = estimate(module, settings)
+    found = estimate_whole(module, settings)
     trained, frozen = 20 + 4 + 4 + 16 + 4, 20
     assert found["trained weights"] == found["gradients"] == 2 * trained and found["frozen weights"] == 2 * frozen
     optimizer = build_optimizer(module, settings)

@@ -84,8 +84,8 @@ def test_identities_are_computed_once_per_run(
     plain: Path, untrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: Path
 ) -> None:
     """Several steps over the same four pictures, none of them kept encoded."""
-    from realvr.data import sample as samples_module
     from realvr.imaging import processing as images
+    from realvr.imaging import reference
 
     counted: list[int] = []
     real = images.picture_hash
@@ -95,7 +95,7 @@ def test_identities_are_computed_once_per_run(
         return real(image)
 
     monkeypatch.setattr(images, "picture_hash", count)
-    monkeypatch.setattr(samples_module, "picture_hash", count)
+    monkeypatch.setattr(reference, "picture_hash", count)
     raw = stage_runs.configure("rl", untrained, data, tmp_path, data={"keep_encoded": False})
     task, _, _ = stage_runs.make("rl", raw)
     for step in range(3):
