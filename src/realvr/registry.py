@@ -55,11 +55,11 @@ class Registry(Generic[T]):
         """Register a class; usable as a decorator. The same class twice is once."""
         self._check(member)
         name = str(member.name)  # type: ignore[attr-defined]
-        known = self._members.get(name)
-        if known is not None and known is not member:
-            raise UserError(
-                f"two {self.kind}s are called '{name}': {place_of(known)} and {place_of(member)}; rename one"
-            )
+        for known in self._members.values():
+            if known is not member and (shared := _all_names(known) & _all_names(member)):
+                raise UserError(
+                    f"two {self.kind}s are called '{min(shared)}': {place_of(known)} and {place_of(member)}; rename one"
+                )
         self._members[name] = member
         return member
 
@@ -131,6 +131,12 @@ class Registry(Generic[T]):
 
 def _name(member: type[Any]) -> str:
     return str(member.name)
+
+
+def _all_names(member: type[Any]) -> set[str]:
+    """Its name, and the further names that settings may call it."""
+    own = vars(member).get("aliases", ())  # a subclass takes over what its parent does, not what it is called
+    return {_name(member), *own}
 
 
 def _defined(module: ModuleType, base: type[Any]) -> list[type[Any]]:

@@ -192,6 +192,19 @@ class Mine(Method):
         ("class Mine(Method)", "class Mine", "{file}:5: Mine is no subclass of realvr.training.method.Method"),
         ("class Mine", "class Yours", "{file} has no class Mine (methods it defines: Yours)"),
         ("def collect", "def 1", "{file}:8: SyntaxError"),
+        ("MethodConfig, (", "dict, (", "{file}:5: method Mine: Config is no subclass of"),
+        ('("fit",)', '"fit"', "{file}:5: method Mine: term_names is 'fit'; write a tuple of names"),
+        ("    def collect", "    aliases = ('lvr-rl',)\n\n    def collect", "two methods are called 'lvr-rl'"),
+        (
+            "    def collect",
+            "    fixed = {'pul': 1}\n\n    def collect",
+            "fixed names 'pul', which MethodConfig does not have",
+        ),
+        (
+            "    def collect",
+            "    metrics = {'x': 'X'}\n\n    def collect",
+            "{file}:5: method Mine: metrics is no list of",
+        ),
     ],
 )
 def test_a_method_that_is_none(
@@ -207,6 +220,7 @@ def test_a_method_that_is_none(
 def test_names_of_no_method(settings_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, message in (
         ("absent.py:Mine", "absent.py: no such file"),
+        ("mine.py", "'mine.py' does not name a method: write FILE.py:Class"),
         ("realvrr", "no method is called 'realvrr'; did you mean 'realvr'?"),
         ("direct-sft", "method 'direct-sft' belongs to `realvr train sft`"),
         ("--optim.lr", "--method needs the name of a method, or FILE.py:Class"),
@@ -224,6 +238,37 @@ def test_a_term_that_is_not_listed_is_refused(trained: Path, tmp_path: Path) -> 
     with pytest.raises(
         UserError, match=rf"{re.escape(str(file))}:\d+: terms\(\) gives 'pull', term_names lists policy"
     ):
+        run("rl", raw)
+
+
+COLLECT = "return Collected([None], {'x': (torch.ones(()), torch.ones(()))})"
+LOSS = "self.backbone.model.get_input_embeddings().weight.square().mean()"
+TERM = f"yield Term('fit', 1.0, {LOSS}, 1.0, {{'y': (torch.ones(()), torch.ones(()))}})"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("return Collected", "Collected", "collect() returns NoneType, not Collected(microbatches, metrics, table)"),
+        ("{'x': (torch.ones(()), torch.ones(()))}", "{'x': 0.5}", "collect(): metric 'x' is no pair of tensors"),
+        (TERM, f"yield {LOSS}", "terms() yields Tensor, not Term(name, weight, loss, share, metrics)"),
+        (LOSS, "0.5", "terms(): the loss of 'fit' is float, not a tensor"),
+        ("{'y': (torch.ones(()), torch.ones(()))}", "{'y': 0.5}", "terms(): metric 'y' is no pair of tensors"),
+        ("", "", ""),
+    ],
+)
+def test_what_collect_and_terms_must_give(before: str, after: str, message: str, trained: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    text = "import torch\nfrom realvr.training.task import Collected\n" + HEAD + WHOLE
+    text = text.replace("pass", COLLECT).replace('yield Term("fit", 1.0, 0.0, 1.0)', TERM)
+    assert before in text
+    file.write_text(text.replace(before, after) if before else text)
+    raw = configure("rl", trained, write(world(4), tmp_path / "data"), tmp_path / "run", optim={"batch": 2})
+    raw = {key: value for key, value in raw.items() if key in KINDS["rl"].model_fields} | {"method": f"{file}:Mine"}
+    if not message:
+        assert {"x", "y", "loss/fit"} <= run("rl", raw)[-1].keys()
+        return
+    with pytest.raises(UserError, match=rf"{re.escape(str(file))}:\d+: {re.escape(message)}"):
         run("rl", raw)
 
 

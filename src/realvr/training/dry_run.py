@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from realvr.training import configuration, memory
 from realvr.training.engine import Engine
-from realvr.training.loop import refuse_unequal_passes
+from realvr.training.loop import refuse_odd_collection
 from realvr.training.settings import TrainSettings
 from realvr.training.task import Task
 from realvr.training.validation import validation_of
@@ -16,7 +16,7 @@ def dry_run(task: Task, settings: TrainSettings, engine: Engine) -> int:
     engine.seed(settings.run.seed)
     held = engine.estimate(engine.module, settings.optim)
     collected = task.collect(0)
-    refuse_unequal_passes(engine, collected)
+    refuse_odd_collection(engine, task, collected)
     engine.print(configuration.dump(settings))
     engine.print(f"processes: {engine.world}, microbatches per step and rank: {len(collected.microbatches)}")
     validation = validation_of(task, settings, engine)

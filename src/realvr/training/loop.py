@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from realvr.errors import UserError
+from realvr.registry import place_of
 from realvr.runs.folder import open_run_folder
 from realvr.runs.progress import busy
 from realvr.training import configuration, memory, metrics
@@ -165,7 +166,7 @@ def train_step(run: Run) -> None:
     began, step = time.perf_counter(), progress.step + 1
     with memory.explain_shortage(engine, run.settings, f"step {step}"):
         collected = task.collect(progress.step)
-        refuse_unequal_passes(engine, collected)
+        refuse_odd_collection(engine, task, collected)
         collect_s = time.perf_counter() - began
         norms = term_norms(engine, task, collected) if is_due(step, log.parts_every) else {}
         update = update_or_skip(engine, collected, optim.lr_at(progress.step), optim.clip)
@@ -196,11 +197,18 @@ def is_due(step: int, every: int) -> bool:
     return bool(every) and (step % every == 0 or step == 1)
 
 
-def refuse_unequal_passes(engine: Engine, collected: Collected[Any]) -> None:
-    """Ranks with different numbers of passes would wait for each other for ever."""
+def refuse_odd_collection(engine: Engine, task: Task, collected: Collected[Any]) -> None:
+    """What no step can be made of. Ranks with different numbers of passes would wait for each other for ever."""
+    place = f"{place_of(type(task))}: collect()"
+    if not isinstance(collected, Collected):
+        raise UserError(f"{place} returns {type(collected).__name__}, not Collected(microbatches, metrics, table)")
+    if name := metrics.odd_metric(collected.metrics):
+        raise UserError(f"{place}: metric '{name}' is no pair of tensors (sum, count)")
     counts = engine.gather_objects(len(collected.microbatches))
     if len(set(counts)) != 1 or counts[0] == 0:
-        raise RuntimeError(f"every rank needs the same number of microbatches, at least one; they have {counts}")
+        raise RuntimeError(
+            f"{place}: every rank needs the same number of microbatches, at least one; they have {counts}"
+        )
 
 
 def term_norms(engine: Engine, task: Task, collected: Collected[Any]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from realvr.backbone.backbone import Backbone
@@ -28,6 +29,7 @@ from realvr.registry import Registry, place_of
 from realvr.runs.hashes import digests
 from realvr.training.dropping import Draws
 from realvr.training.examples import share_of_batch
+from realvr.training.metrics import odd_metric
 from realvr.training.records import About, Metric, about
 from realvr.training.sections import MethodConfig
 from realvr.training.settings import StageSettings
@@ -177,8 +179,8 @@ class Step(nn.Module):
     def forward(self, microbatch: Any, term: str | None = None) -> tuple[Tensor, Metrics]:
         terms: dict[str, tuple[float, Tensor]] = {}
         metrics: Metrics = {}
-        for found in self.method.terms(microbatch):
-            self._refuse_unlisted(found.name)
+        for found in self.method.terms(microbatch) or ():
+            self._refuse_odd(found)
             if term in (None, found.name):
                 share = torch.as_tensor(found.share, device=found.loss.device)
                 terms[found.name] = found.weight, found.loss
@@ -193,10 +195,35 @@ class Step(nn.Module):
         metrics["loss"] = (loss, metrics["loss"][1])
         return loss, {name: (value.detach().float(), count) for name, (value, count) in metrics.items()}
 
-    def _refuse_unlisted(self, name: str) -> None:
-        if name not in self.method.term_names:
-            listed = ", ".join(self.method.term_names)
-            raise UserError(f"{place_of(type(self.method))}: terms() gives '{name}', term_names lists {listed}")
+    def _refuse_odd(self, found: Any) -> None:
+        """What a method from outside may get wrong, with the place of its class."""
+        place, listed = f"{place_of(type(self.method))}: terms()", ", ".join(self.method.term_names)
+        if not isinstance(found, Term):
+            raise UserError(f"{place} yields {type(found).__name__}, not Term(name, weight, loss, share, metrics)")
+        if found.name not in self.method.term_names:
+            raise UserError(f"{place} gives '{found.name}', term_names lists {listed}")
+        if not isinstance(found.loss, Tensor):
+            raise UserError(f"{place}: the loss of '{found.name}' is {type(found.loss).__name__}, not a tensor")
+        if name := odd_metric(found.metrics):
+            raise UserError(f"{place}: metric '{name}' is no pair of tensors (sum, count)")
+
+
+def _complaint(method: type[Method[Any, Any, Any]]) -> str:
+    """What is wrong with a class that has all that a method needs; '' where nothing is."""
+    if not (isinstance(method.Config, type) and issubclass(method.Config, MethodConfig)):
+        return "Config is no subclass of realvr.training.sections.MethodConfig"
+    for listed in ("term_names", "aliases"):
+        names = getattr(method, listed)
+        if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+            return f"{listed} is {names!r}; write a tuple of names, such as ('fit',)"
+    for key in method.fixed:  # one with a dot is a setting of its stage
+        if "." not in key and key not in method.Config.model_fields:
+            return f"fixed names '{key}', which {method.Config.__name__} does not have"
+    try:
+        TypeAdapter(list[Metric]).validate_python(list(method.metrics))
+    except ValueError:
+        return "metrics is no list of {'name': ..., 'title': ..., 'description': ...}"
+    return ""
 
 
 METHODS: Registry[Method[Any, Any, Any]] = Registry(
@@ -204,6 +231,7 @@ METHODS: Registry[Method[Any, Any, Any]] = Registry(
     Method,
     "realvr.training.methods",
     required=("stage", "Config", "term_names", "collect", "terms"),
+    check=_complaint,
 )
 
 

@@ -35,7 +35,7 @@ def find_method(stage: str, name: str) -> type[Method[Any, Any, Any]]:
     """The method of a stage by its name, or by ``FILE.py:Class``."""
     from realvr.training.method import METHODS
 
-    method = METHODS.outside(name) if ".py:" in name else _by_name(name, offered(stage))
+    method = METHODS.outside(name) if ".py:" in name or name.endswith(".py") else _by_name(name, offered(stage))
     if method.stage not in STAGES:
         raise UserError(f"{place_of(method)}: stage is '{method.stage}'; choose one of {', '.join(STAGES)}")
     if method.stage != stage:

@@ -13,6 +13,14 @@ Metrics = dict[str, tuple[Tensor, Tensor]]
 """Name to (sum, count); the loop adds both over microbatches and ranks and logs sum / count."""
 
 
+def odd_metric(metrics: Metrics) -> str:
+    """The name of a metric that is not a pair of tensors; '' where all are."""
+    for name, pair in metrics.items():
+        if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(part, Tensor) for part in pair)):
+            return name
+    return ""
+
+
 def add(metrics: Metrics, more: Metrics) -> None:
     """Add the sums and counts of ``more`` to ``metrics``."""
     for name, (value, count) in more.items():
