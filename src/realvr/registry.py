@@ -96,7 +96,10 @@ class Registry(Generic[T]):
         if name not in self._members:
             close = get_close_matches(name, self._members, n=1)
             hint = f"; did you mean '{close[0]}'?" if close else ""
-            raise UserError(f"there is no {self.kind} '{name}'{hint} (there are {', '.join(sorted(self._members))})")
+            raise UserError(
+                f"there is no {self.kind} '{name}'{hint} (there are {', '.join(sorted(self._members))}; "
+                "--plugin FILE.py adds one of your own)"
+            )
         return self._members[name]
 
     def __contains__(self, name: object) -> bool:

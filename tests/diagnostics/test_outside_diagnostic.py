@@ -226,6 +226,10 @@ def test_an_unknown_setting_is_refused(model: Path, data: Path, tmp_path: Path) 
         DIAGNOSTICS.get("grounding").configure({"negative": 3})
     with pytest.raises(UserError, match="diagnostic grounding: negatives: Input should be .* equal to 1"):
         DIAGNOSTICS.get("grounding").configure({"negatives": 0})
+    said = run(*command(model, data, tmp_path / "out", "--power", "-1"), code=2)
+    assert said == "realvr: error: power: Input should be greater than 0 (got -1.0)\n"
+    said = run("diagnose", "bias", model, data, "--out", tmp_path / "out", plugin=None, code=2)
+    assert "(there are counterfactual, distances, exchange, grounding; --plugin FILE.py adds one of your own)" in said
 
 
 BROKEN = {
@@ -236,6 +240,8 @@ BROKEN = {
     "odd name": ("name = 'span-norm'", "name = '../x'", "name is '../x': write small letters"),
     "common option": ("power: float", "limit: float", "setting 'limit' is an option of every diagnostic"),
     "no default": ("default=2.0, ", "", "setting 'power' has no default"),
+    "needs in words": ("Needs(span=True)", "'span'", "needs is 'span': write Needs(...)"),
+    "no settings": ("Settings = NormSettings", "Settings = dict", "Settings must be a subclass of DiagnosticSettings"),
 }
 
 
@@ -260,6 +266,43 @@ def test_a_file_that_cannot_be_used_is_named_with_its_line(what: str, registry: 
     with pytest.raises(UserError) as refused:
         registry.adopt(load_file(file))
     assert said in str(refused.value) and f"{file}:{line}" in str(refused.value)
+
+
+MISTAKEN = {
+    "no id": ('"id": sample.id, ', "", "measure must yield dicts whose 'id' names a sample of the batch"),
+    "other id": ('"id": sample.id, ', '"id": "x" + sample.id, ', ".* whose 'id' names a sample of the batch"),
+    "a tensor": ("norms_K.tolist()", "norms_K", "measure must yield JSON values; .*: Object of type Tensor"),
+    "no dict": ('return {"norm": mean', 'return [0] or {"norm": mean', "summarise must return a dict, not list"),
+    "text": ("return [Figures(", "return ['x', Figures(", r"draw must return a list of widgets \(Figures, Fold"),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKEN)
+def test_what_the_code_gets_wrong_is_named_with_its_place(
+    what: str, model: Path, data: Path, registry: Any, tmp_path: Path
+) -> None:
+    """And once it is right the same folder is continued, with nothing in it that the mistake has left."""
+    old, new, said = MISTAKEN[what]
+    assert old in TOY.read_text()
+    file = tmp_path / "mine.py"
+    file.write_text(TOY.read_text().replace(old, new))
+    settings = DiagnoseSettings(str(model), data, tmp_path / "out", device="cpu", limit=2)
+    with pytest.raises(UserError, match=rf"^{file}:\d+: {said}"):
+        diagnose([load_file(file).SpanNorm()], settings)
+    assert diagnose([load_file(TOY).SpanNorm()], settings)["span-norm"]["norm"]["pairs"] == 2
+
+
+def test_a_mistake_in_the_summary_of_a_continued_run_is_not_blamed_on_the_records(
+    model: Path, data: Path, registry: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(TOY.read_text().replace('record["norms"] for', 'record["nroms"] for'))
+    settings = DiagnoseSettings(str(model), data, tmp_path / "out", device="cpu", limit=2)
+    with pytest.raises(KeyError):
+        diagnose([load_file(file).SpanNorm()], settings)
+    line = 1 + next(n for n, row in enumerate(file.read_text().splitlines()) if "nroms" in row)
+    with pytest.raises(UserError, match=rf"{file}:{line} cannot summarise the records \(KeyError: 'nroms'\); correct"):
+        diagnose([load_file(file).SpanNorm()], settings)
 
 
 def test_what_data_or_model_lack_is_named(model: Path, build_tiny: Any, tmp_path: Path) -> None:

@@ -9,18 +9,19 @@ Import torch inside `measure` and `prepare`: lists, summaries and the report rea
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from realvr.diagnostics.files import markdown
 from realvr.diagnostics.settings import DiagnoseSettings
 from realvr.errors import UserError
-from realvr.registry import Registry
+from realvr.registry import Registry, place_of
 from realvr.runs.journal import Record
 from realvr.runs.records import ResultFile
 from realvr.widgets import Cell, Fold, Section, Table, Text, Widget, missing, tables_of
@@ -61,6 +62,20 @@ class DiagnosticSettings(BaseModel):
     """Base of a diagnostic's own settings: typed fields, each with a default. They become options of the verb."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _one_line(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """What is wrong with a setting, in one line, from the command line as from Python."""
+        try:
+            return handler(values)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            known = f" (there are {', '.join(cls.model_fields) or 'none'})"
+            unknown = first["type"] == "extra_forbidden"
+            what = f"no such setting{known}" if unknown else f"{first['msg']} (got {first['input']!r})"
+            raise UserError(f"{place}: {what}" if place else what) from None
 
 
 class Samples(Sequence[Any]):
@@ -139,14 +154,10 @@ class Diagnostic:
     def configure(cls, values: Mapping[str, Any]) -> Self:
         """The diagnostic with these settings; a `UserError` names one that is unknown or wrong."""
         try:
-            return cls(cls.Settings(**values))
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            place = ".".join(map(str, first["loc"]))
-            known = f" (there are {', '.join(cls.Settings.model_fields) or 'none'})"
-            unknown = first["type"] == "extra_forbidden"
-            what = f"no such setting{known}" if unknown else f"{first['msg']} (got {first['input']!r})"
-            raise UserError(f"diagnostic {cls.name}: {place}: {what}") from None
+            settings = cls.Settings(**values)
+        except UserError as error:
+            raise UserError(f"diagnostic {cls.name}: {error}") from None
+        return cls(settings)
 
     # ------------------------------------------------------------------ what a subclass writes
 
@@ -164,6 +175,41 @@ class Diagnostic:
     def draw(self, results: Sequence[Shown]) -> list[Widget]:
         """Tables and figures for one model or several side by side. Without torch."""
         raise NotImplementedError
+
+    # ------------------------------------------------------------------ what it wrote, checked
+
+    def drawn(self, results: Sequence[Shown]) -> list[Widget]:
+        """What `draw` returns, where the report can show it."""
+        widgets = self.draw(results)
+        if not isinstance(widgets, list) or not all(isinstance(widget, Widget) for widget in widgets):
+            kinds = ", ".join(sorted(kind.__name__ for kind in get_args(Widget)))
+            raise UserError(f"{place_of(type(self))}: draw must return a list of widgets ({kinds})")
+        return widgets
+
+    def summarised(self, records: Sequence[Record]) -> Any:
+        """What `summarise` returns, where it can be written."""
+        summary = self.summarise(records)
+        if not isinstance(summary, dict):
+            raise UserError(f"{place_of(type(self))}: summarise must return a dict, not {type(summary).__name__}")
+        self._check_json(summary, "summarise must return JSON values")
+        return summary
+
+    def _check_json(self, content: Any, rule: str) -> None:
+        try:
+            json.dumps(content)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{place_of(type(self))}: {rule}: {error}") from None
+
+    def checked(self, records: Iterable[Record], items: Sequence[Item]) -> Iterator[Record]:
+        """The records of one batch, before they are written: of its samples, and JSON."""
+        known = {item.id for item in items}
+        for record in records or ():
+            if not isinstance(record, dict) or record.get(self.item) not in known:
+                raise UserError(
+                    f"{place_of(type(self))}: measure must yield dicts whose '{self.item}' names a sample of the batch"
+                )
+            self._check_json(record, f"measure must yield JSON values; {record[self.item]}")
+            yield record
 
     # ------------------------------------------------------------------ records
 
@@ -216,7 +262,7 @@ class Diagnostic:
 
     def table(self, summary: Any, name: str) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
         """Header and rows for the terminal; by default the first table of `draw`."""
-        first = next(iter(tables_of(self.draw([Shown(name, summary)]))), None)
+        first = next(iter(tables_of(self.drawn([Shown(name, summary)]))), None)
         return (
             ([], []) if first is None else (list(first.header), [[_text(cell) for cell in row] for row in first.rows])
         )
@@ -224,7 +270,7 @@ class Diagnostic:
     def markdown(self, summary: Any, name: str) -> str:
         """The content of NAME.md; by default every table of `draw`."""
         parts = [f"# {self.title}: {name}\n", f"{self.question} {self.reading}\n"]
-        for table in tables_of(self.draw([Shown(name, summary)])):
+        for table in tables_of(self.drawn([Shown(name, summary)])):
             rows = [[_text(cell) for cell in row] for row in table.rows]
             parts += [
                 f"## {table.caption}\n",
@@ -243,7 +289,7 @@ class Diagnostic:
                 "value": _value(cell),
                 "interval": _below(cell),
             }
-            for table in tables_of(self.draw([Shown(name, summary)]))
+            for table in tables_of(self.drawn([Shown(name, summary)]))
             for row in table.rows
             for column, cell in zip(table.header[1:], row[1:], strict=True)
         ]
@@ -280,7 +326,7 @@ class Diagnostic:
 
     def section(self, results: Sequence[Shown]) -> Section:
         """Its part of the report."""
-        widgets: list[Widget] = [Text(f"{self.question} {self.reading}"), *self.draw(results)]
+        widgets: list[Widget] = [Text(f"{self.question} {self.reading}"), *self.drawn(results)]
         if self.paper:
             widgets.append(Fold("In the paper", [Text(self.paper)], published=True))
         return Section(self.name, self.title, widgets if results else list(missing(self.how())))
@@ -290,6 +336,10 @@ def _complaint(kind: type[Diagnostic]) -> str:
     """What the seam cannot use about a class; empty where there is nothing."""
     if not _NAME.fullmatch(kind.name):
         return f"name is {kind.name!r}: write small letters, digits and hyphens; it becomes a file name"
+    if not isinstance(kind.needs, Needs):
+        return f"needs is {kind.needs!r}: write Needs(...)"
+    if not (isinstance(kind.Settings, type) and issubclass(kind.Settings, DiagnosticSettings)):
+        return "Settings must be a subclass of DiagnosticSettings"
     if kind.name in _TAKEN:
         return f"name is {kind.name!r}, which another command's files or a section of the report have: choose another"
     for name, about in kind.Settings.model_fields.items():

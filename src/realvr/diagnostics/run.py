@@ -258,9 +258,10 @@ class Run:
     def finish(self, diagnostics: Sequence[Diagnostic], journals: Sequence[Journal]) -> dict[str, dict[str, Any]]:
         """Summaries from the journals, as files and by name; prints what a reader of the numbers must know."""
         summaries: dict[str, Any] = {}
-        with summarising(*journals):
+        outside = any(not type(one).__module__.startswith("realvr.") for one in diagnostics)
+        with summarising(*journals, outside=outside):
             for diagnostic, journal in zip(diagnostics, journals, strict=True):
-                summaries[diagnostic.name] = diagnostic.summarise(journal.records)
+                summaries[diagnostic.name] = diagnostic.summarised(journal.records)
             for diagnostic in diagnostics:
                 whole = diagnostic.extend(summaries[diagnostic.name], summaries, self.out)
                 summaries[diagnostic.name] = whole | {"settings": self.record(diagnostic)}
@@ -301,7 +302,8 @@ def measure_all(
         diagnostic.prepare(model, items)
     for part, wanted in zip(batches, lacking, strict=True):
         if wanted:
-            journal.add(diagnostic.measure(model, Samples(part, frozenset(journal.done))))
+            records = diagnostic.measure(model, Samples(part, frozenset(journal.done)))
+            journal.add(diagnostic.checked(records, part))
             for item in part:
                 if not diagnostic.complete(item, journal.done):
                     raise UserError(

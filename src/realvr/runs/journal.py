@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -173,8 +174,11 @@ class Journal:
 
 
 @contextmanager
-def summarising(*journals: Journal) -> Iterator[None]:
-    """Around the summary of records: one that an earlier run did not write so is the file's fault, not ours."""
+def summarising(*journals: Journal, outside: bool = False) -> Iterator[None]:
+    """Around the summary of records: one that an earlier run did not write so is the file's fault, not ours.
+
+    ``outside``: the code is a user's own, so that it may as well be at fault; the message names its line.
+    """
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -182,6 +186,12 @@ def summarising(*journals: Journal) -> Iterator[None]:
         if not files:
             raise
         what = " ".join(f"{type(error).__name__}: {error}".split())
+        if outside:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            raise UserError(
+                f"{files}: {last.filename}:{last.lineno} cannot summarise the records ({what}); correct the code, or "
+                "delete the line of a damaged record to run it again"
+            ) from error
         raise UserError(f"{files}: a record is damaged ({what}); delete its line to run it again") from error
 
 
