@@ -168,3 +168,29 @@ def test_every_family_answers_through_the_path_of_ask(backbone: Backbone, pictur
     assert found["family"] == backbone.family.name
     assert len(found["latent_norms"]) == 2 and all(norm > 0 for norm in found["latent_norms"])
     assert 1 <= found["new_tokens"] <= 3 and sum(found["visual_tokens"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["benchmarks", "--plugin", "FILE"], "defines no method, benchmark or diagnostic"),
+        (["benchmarks", "--json", "--markdown"], "choose one"),
+        (["benchmarks", "MMVP"], "did you mean 'mmvp'"),
+        (["ask", "mini", "What colour?", "--expected", " "], "--expected is empty"),
+        (["eval", "mini", "--bench", "mmvp=FILE", "--tasks", "mmvp=paper", "--out", "OUT"], "mmvp is evaluated whole"),
+    ],
+)
+def test_small_mistakes_are_named(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("REALVR_PLUGINS", "")
+    file = tmp_path / "empty.py"
+    file.write_text("VALUE = 1\n")
+    given = [item.replace("FILE", str(file)).replace("OUT", str(tmp_path / "out")) for item in arguments]
+    assert main(given) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

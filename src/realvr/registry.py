@@ -94,7 +94,7 @@ class Registry(Generic[T]):
     def get(self, name: str) -> type[T]:
         self._fill()
         if name not in self._members:
-            close = get_close_matches(name, self._members, n=1)
+            close = get_close_matches(name.lower(), self._members, n=1)
             hint = f"; did you mean '{close[0]}'?" if close else ""
             raise UserError(
                 f"there is no {self.kind} '{name}'{hint} (there are {', '.join(sorted(self._members))}; "
@@ -219,8 +219,8 @@ def load_plugins() -> None:
     """Register what the files of ``REALVR_PLUGINS`` define."""
     for file in filter(None, (os.environ.get(VARIABLE) or "").split(os.pathsep)):
         module = load_file(Path(file))
-        complete = {"method", "benchmark", "diagnostic"} <= {registry.kind for registry in _REGISTRIES}
-        if complete and not any(_defined(module, registry.base) for registry in _REGISTRIES):
+        # A file that subclasses a base has imported it, and with it the registry: no need to import all three here.
+        if not any(_defined(module, registry.base) for registry in _REGISTRIES):
             raise UserError(f"{file} defines no method, benchmark or diagnostic")
         for registry in _REGISTRIES:
             if registry._filled:

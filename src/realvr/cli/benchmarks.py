@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from realvr.errors import UserError
 from realvr.evaluation import benchmark_tables as tables
 from realvr.evaluation.benchmark import BENCHMARKS
 
@@ -39,6 +40,8 @@ def benchmarks(settings: BenchmarksCommand) -> int:
       realvr benchmarks blink
       realvr benchmarks mmvp --json
     """
+    if settings.json and settings.markdown:
+        raise UserError("--json and --markdown are two ways to print: choose one")
     one = BENCHMARKS.get(settings.name) if settings.name else None
     if settings.json:
         shown = one.describe() if one else [bench.describe() for bench in BENCHMARKS]

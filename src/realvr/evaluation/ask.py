@@ -70,6 +70,8 @@ class AskSettings:
             raise UserError(f"--latents is {self.latents}: the number of latent slots cannot be negative")
         if not self.question.strip():
             raise UserError('the question is empty: realvr ask MODEL IMAGE… "QUESTION"')
+        if self.expected is not None and not self.expected.strip():
+            raise UserError("--expected is empty: write the right answer, or leave it out")
         if os.path.isfile(self.question):
             raise UserError(
                 f'{self.question} is a file, and no question follows it: realvr ask MODEL IMAGE… "QUESTION"'

@@ -126,6 +126,8 @@ class Benchmark:
             return cls.facts.tasks
         if text == "all" and known is not None:
             return tuple(known)
+        if text in ("paper", "all") and known is None:
+            raise UserError(f"--tasks {cls.name}={text}: {cls.name} is evaluated whole; leave --tasks {cls.name} out")
         wanted = [part.strip() for part in text.split(",") if part.strip()]
         if known is None and wanted:
             return tuple(dict.fromkeys(wanted))
