@@ -117,7 +117,8 @@ ANSWERS = [
     # one answer, another, whether they are the same answer to a question without options
     ("red", "Red.", True), ("  dark\n red ", "Dark red", True), ("Straße", "STRASSE", True),
     ("so on...", "so on", False), ("cat", "dog", False), ("a cat", "cat", False), ("", "red", False),
-    ("left", "felt", False), ("cat", "act", False), ("no", "on", False), ("no 1", "on 1", False), ("No. 3", "3", False), ("yes", "no", False),
+    ("left", "felt", False), ("cat", "act", False), ("no", "on", False), ("yes", "no", False),
+    ("no 1", "on 1", False), ("No. 3", "3", False),
     ("three", "3", False),  # number words are words
     ("“red”", "red", True), ("**red**", "red", True), (r"\text{red}", "red", True), ("twenty–one", "twenty-one", True),
     ("ｒｅｄ", "red", True), ("caf\u00e9", "cafe\u0301", True), ("ﬁve", "five", True), ("re\u00add", "red", True),

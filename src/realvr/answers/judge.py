@@ -128,44 +128,22 @@ _COMMAND = re.compile(r"\\[A-Za-z]+")
 _WORD = re.compile(r"[^\W\d_]+")
 _SIGN = re.compile(r"[0-9+*/^=<>√π∞]|-|\\[A-Za-z]")
 _FUNCTIONS = re.compile(r"(?:arc|a)?(?:sin|cos|tan)h?|cot|sec|csc|log|exp|sqrt|max|min|gcd|lcm|mod|inf", re.IGNORECASE)
-_SHORT_WORDS = frozenset(
-    [
-        "an",
-        "be",
-        "by",
-        "do",
-        "go",
-        "he",
-        "if",
-        "is",
-        "it",
-        "me",
-        "my",
-        "no",
-        "of",
-        "on",
-        "or",
-        "so",
-        "to",
-        "up",
-        "us",
-        "we",
-    ]
-)
+_SHORT_WORDS = re.compile(r"an|b[ey]|do|go|he|i[fst]|m[ey]|no|o[fnr]|so|to|up|us|we", re.IGNORECASE)
 """Words that could be a product of two letters: "no 1" is not "on 1"."""
+
+
+def _is_word(letters: str) -> bool:
+    if not letters.isascii():
+        return letters != "π"
+    if len(letters) > 2:
+        return not _FUNCTIONS.fullmatch(letters)
+    return _SHORT_WORDS.fullmatch(letters) is not None
 
 
 def _mathematical(one: str, other: str) -> bool:
     """Whether both may be expressions: no word in either, and a sign of mathematics in one."""
     words = (word for text in (one, other) for word in _WORD.findall(_COMMAND.sub(" ", text)))
-    if any(
-        word.lower() in _SHORT_WORDS
-        or len(word) > 2
-        and not _FUNCTIONS.fullmatch(word)
-        or not word.isascii()
-        and word != "π"
-        for word in words
-    ):
+    if any(_is_word(word) for word in words):
         return False
     return any(_SIGN.search(text) for text in (one, other))
 
