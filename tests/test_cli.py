@@ -35,6 +35,11 @@ def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_an_option_before_the_command_is_told_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--plugin", "mine.py", "diagnose"]) == 2
+    assert capsys.readouterr().err.startswith("realvr: error: --plugin: options stand after the command (")
+
+
 def test_help_lists_every_command_with_examples() -> None:
     done = run("--help")
     assert done.returncode == 0

@@ -176,7 +176,7 @@ def _where(file: str, name: str) -> str:
 def load_file(file: Path) -> ModuleType:
     """Import a Python file of the user, once. This runs its code: see docs/trust.md."""
     if not file.is_file():
-        raise UserError(f"{file}: no such file (--plugin and --method take a Python file)")
+        raise UserError(f"{file}: no such file (--plugin, --method and {VARIABLE} take Python files)")
     resolved = file.resolve()
     name = f"realvr_plugin_{resolved.stem}_{hashlib.sha256(str(resolved).encode()).hexdigest()[:8]}"
     if name in sys.modules:

@@ -87,6 +87,8 @@ def _dispatch(args: list[str]) -> int:
             print(_help(group))
             return 0
         raise UserError(f"'{' '.join(args[:2])}' is not a command; commands: {', '.join(group)}")
+    if args[0].startswith("-"):
+        raise UserError(f"{args[0]}: options stand after the command (realvr --help lists the commands)")
     close = get_close_matches(args[0], COMMANDS, n=1)
     hint = f"; did you mean '{close[0]}'?" if close else ""
     raise UserError(f"'{args[0]}' is not a command{hint} (realvr --help lists them)")
