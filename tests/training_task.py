@@ -60,6 +60,7 @@ class Module(nn.Module):
         ).to(getattr(torch, options.dtype))
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("updates", torch.zeros((), dtype=torch.long))
         self.dropout = nn.Dropout(0.1 if options.noise else 0.0)
 
     def forward(self, microbatch: dict[str, Any], term: str | None = None) -> tuple[Tensor, Metrics]:
@@ -123,7 +124,7 @@ class RegressionTask:
         return Collected(batches, metrics, rows)
 
     def after_update(self) -> None:
-        pass
+        self.module.updates += 1
 
     def state_dict(self) -> dict[str, Any]:
         if self.options.kill == "save" and self.module.step + 1 == self.options.kill_step:

@@ -52,6 +52,22 @@ def test_too_many_unreadable_rows_stop_the_run(
     assert "Traceback" not in said and not (out / "metrics.jsonl").exists()
 
 
+def test_a_file_of_no_known_format_names_the_setting(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not the flag of ``realvr data``, which training does not have; held-out questions have no such setting."""
+    data, odd = write(world(4), tmp_path / "data"), tmp_path / "odd.jsonl"
+    odd.write_text('{"what": 1}\n')
+    raw = configure("sft", trained, data, tmp_path / "run")
+    flags = (["--data.sources.0.path", str(odd)], ["--validation.path", str(odd)])
+    said = []
+    for flag in flags:
+        assert main(["train", "sft", str(config_file(raw, tmp_path / "config.yaml")), *flag]) == 2
+        said.append(capsys.readouterr().err)
+    assert f"{odd}: keys what fit no format; name one with --data.sources.0.format" in said[0]
+    assert f"validation.path: {odd}: keys what fit no format; write it as one of docs/data.md" in said[1]
+
+
 def test_what_is_left_out_is_printed_and_written(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -123,6 +123,7 @@ def test_a_step_that_is_not_finite_is_skipped(problem: str, tmp_path: Path, caps
     assert all(torch.equal(before[name], after[name]) for name in before if name != "calls")
     moved = load_file(tmp_path / "checkpoints/step-000005/model.safetensors")
     assert not torch.equal(moved["net.0.weight"], after["net.0.weight"])
+    assert [int(found["updates"]) for found in (before, after, moved)] == [3, 3, 4]  # what after_update has counted
     assert [line["skipped"] for line in lines(tmp_path)] == [0, 0, 0, 1, 1, 1]
     assert (lines(tmp_path)[3]["loss"] is None) == (problem == "loss")
     text = " ".join(capsys.readouterr().err.split())

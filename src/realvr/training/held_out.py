@@ -30,7 +30,8 @@ def held_out_questions(settings: ValidationSettings) -> Questions | None:
     try:
         questions = load(NAME, path, images=settings.images)
     except UserError as error:
-        raise UserError(f"validation.path: {str(error).removeprefix(f'{NAME}: ')}") from None
+        text = str(error).removeprefix(f"{NAME}: ").replace("name one with --format", "write it as one of docs/data.md")
+        raise UserError(f"validation.path: {text}") from None
     chosen = _chosen(questions.samples, settings.n, settings.seed)
     _refuse_unreadable(path, chosen)
     return replace(questions, bench=NAME, samples=chosen, limit=settings.n)

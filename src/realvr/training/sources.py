@@ -17,6 +17,7 @@ from realvr.data.census import Census, Fingerprint, SourceCensus
 from realvr.data.mixture import Mixture
 from realvr.data.readers.base import ReadOptions
 from realvr.data.reading import Report, read
+from realvr.data.reasons import FileError
 from realvr.data.sample import Sample
 from realvr.errors import UserError
 from realvr.runs.progress import Bar
@@ -60,7 +61,7 @@ def training_data(settings: TrainSettings, ranks: Ranks) -> TrainingData:
     """
     data, first = settings.data, ranks.rank == 0
     lists: list[tuple[SourceSettings, list[Sample], Report]] = []
-    for source in data.sources:
+    for number, source in enumerate(data.sources):
         options = ReadOptions(
             images=Path(source.images) if source.images else None,
             policy=data.policy,
@@ -70,7 +71,10 @@ def training_data(settings: TrainSettings, ranks: Ranks) -> TrainingData:
         )
         with Bar(f"data: {source.path}", 1.0, first, share=True) as bar:
             report = Report(on_progress=bar.set)
-            lists.append((source, list(read(source.path, source.format, options, report)), report))
+            try:
+                lists.append((source, list(read(source.path, source.format, options, report)), report))
+            except FileError as error:  # name the setting, not the flag of the data verbs
+                raise UserError(str(error).replace("--format", f"--data.sources.{number}.format")) from None
     images = census.distinct_images([sample for _, samples, _ in lists for sample in samples]) if first else []
     stats = census.image_stats(images)
     missing: set[str] = ranks.gather_objects(census.absent(images, stats))[0]

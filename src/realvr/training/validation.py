@@ -31,7 +31,7 @@ from realvr.evaluation.questions import Questions
 from realvr.evaluation.records import PREDICTIONS, Prediction, read_predictions
 from realvr.evaluation.runner import EvalSettings, evaluate
 from realvr.latent.sampling import ANSWER_END, Sampling
-from realvr.latent.span import prefill, score, think
+from realvr.latent.span import prefill, score, span_tokens, think
 from realvr.runs.progress import busy
 from realvr.training.engine import Engine
 from realvr.training.held_out import NAME, held_out_questions
@@ -196,7 +196,7 @@ class Validation:
 
     def _batch_losses(self, asked: Sequence[Asked]) -> dict[str, float]:
         backbone = self.backbone
-        room = backbone.context_length - (self.latents + 2 if self.latents else 0)
+        room = backbone.context_length - span_tokens(self.latents)
         fitting: list[tuple[str, Prompt, tuple[list[int], list[bool]]]] = []
         for item in asked:
             try:
