@@ -252,6 +252,7 @@ TERM = f"yield Term('fit', 1.0, {LOSS}, 1.0, {{'y': (torch.ones(()), torch.ones(
         ("return Collected", "Collected", "collect() returns NoneType, not Collected(microbatches, metrics, table)"),
         ("{'x': (torch.ones(()), torch.ones(()))}", "{'x': 0.5}", "collect(): metric 'x' is no pair of tensors"),
         (TERM, f"yield {LOSS}", "terms() yields Tensor, not Term(name, weight, loss, share, metrics)"),
+        (TERM, "pass", "terms() yields nothing: yield Term(...) for each term"),
         (LOSS, "0.5", "terms(): the loss of 'fit' is float, not a tensor"),
         ("{'y': (torch.ones(()), torch.ones(()))}", "{'y': 0.5}", "terms(): metric 'y' is no pair of tensors"),
         ("", "", ""),

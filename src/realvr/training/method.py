@@ -179,7 +179,10 @@ class Step(nn.Module):
     def forward(self, microbatch: Any, term: str | None = None) -> tuple[Tensor, Metrics]:
         terms: dict[str, tuple[float, Tensor]] = {}
         metrics: Metrics = {}
-        for found in self.method.terms(microbatch) or ():
+        given: Any = self.method.terms(microbatch)
+        if given is None:
+            raise UserError(f"{place_of(type(self.method))}: terms() yields nothing: yield Term(...) for each term")
+        for found in given:
             self._refuse_odd(found)
             if term in (None, found.name):
                 share = torch.as_tensor(found.share, device=found.loss.device)
