@@ -265,7 +265,7 @@ def register() -> None:
     """Make ``TEXT_ATTENTION`` known to transformers. Registering the mask function too matters: without it stock
     forwards would silently run unmasked.
 
-    cuDNN's attention, which torch may prefer in 16 bits, plans anew for every shape, and our shapes change with every
+    cuDNN's attention, which torch may prefer in 16 bits, plans again for every shape, and our shapes change with every
     batch: it is switched off for the process.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -1,4 +1,4 @@
-"""Chat templates of the five families, written anew: they render text and images as the official ones do.
+"""Chat templates of the five families, written for this project: they render text and images as the official ones do.
 
 Small checkpoints need one because a prompt built for a tiny model must have the shape it will have for the real one.
 Tools, videos and thinking modes are left out: nothing in this project renders them. Message content is a string or a

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
 
@@ -117,7 +117,10 @@ class Highlight:
     """Metric of a training run that stands in where the diagnostic was not run."""
 
 
-class Diagnostic:
+S = TypeVar("S", bound=DiagnosticSettings)
+
+
+class Diagnostic(Generic[S]):
     """Base class. A subclass states ``name``, ``title``, ``question``, ``reading``, ``needs`` and ``paper``, and has
     `measure`, `summarise` and `draw`."""
 
@@ -147,8 +150,8 @@ class Diagnostic:
     """Place in lists and in the report; then by name."""
     highlights: ClassVar[tuple[Highlight, ...]] = ()
 
-    def __init__(self, settings: Any = None) -> None:
-        self.settings: Any = self.Settings() if settings is None else settings
+    def __init__(self, settings: S | None = None) -> None:
+        self.settings: S = cast(S, self.Settings()) if settings is None else settings
 
     @classmethod
     def configure(cls, values: Mapping[str, Any]) -> Self:
@@ -157,7 +160,7 @@ class Diagnostic:
             settings = cls.Settings(**values)
         except UserError as error:
             raise UserError(f"diagnostic {cls.name}: {error}") from None
-        return cls(settings)
+        return cls(cast(S, settings))
 
     # ------------------------------------------------------------------ what a subclass writes
 

@@ -101,7 +101,7 @@ def _flip(name: str, pairs: str) -> Any:
     return cell
 
 
-class Counterfactual(Diagnostic):
+class Counterfactual(Diagnostic[CounterfactualSettings]):
     """Both views of a pair are asked; the rates say how answers follow the edit."""
 
     name = "counterfactual"

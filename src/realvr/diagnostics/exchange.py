@@ -128,7 +128,7 @@ def _full_lift(summary: Any) -> Cell:
     return average(full[0]["donor_lift"], 1) if full else Cell(DASH)
 
 
-class Exchange(Diagnostic):
+class Exchange(Diagnostic[ExchangeSettings]):
     """Latents are swapped between the two views of a pair; the answer may follow them."""
 
     name = "exchange"

@@ -33,7 +33,7 @@ class GroundingSettings(DiagnosticSettings):
     seed: int = Field(default=0, description="Fixes which other questions these are, alike for every model.")
 
 
-class Grounding(Diagnostic):
+class Grounding(Diagnostic[GroundingSettings]):
     """Latents against the mean visual token of the evidence boxes, and against those of other questions."""
 
     name = "grounding"

@@ -169,9 +169,9 @@ class StageSettings(TrainSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _arrange(cls, settings: Any) -> Any:
+    def _arrange(cls, raw: Any) -> Any:
         """Also accept the method by its name alone, and its settings without the section."""
-        return method_settings.arrange(cls, settings) if isinstance(settings, dict) else settings
+        return method_settings.arrange(cls, raw) if isinstance(raw, dict) else raw
 
     @field_validator("method", mode="before")
     @classmethod
