@@ -216,9 +216,13 @@ def test_ctrl_c_says_how_to_go_on(
 
     args = arguments(model, world, tmp_path, "--batch", "2")
     sender = threading.Thread(target=interrupt)
-    sender.start()
-    assert main(args) == 130
-    sender.join()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C
+    try:
+        sender.start()
+        assert main(args) == 130
+        sender.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert "the same command goes on from there" in capsys.readouterr().err
     assert 6 <= count(tmp_path) < 90
     assert main(args) == 0
