@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import os
+import sys
+from contextlib import ExitStack
 
-from realvr.errors import explained
+from realvr.errors import UserError, explained
 from realvr.runs.folder import open_run_folder
 from realvr.runs.progress import busy
 from realvr.runs.quiet import quiet_transformers
 from realvr.training import loop, method
 from realvr.training.dry_run import dry_run
-from realvr.training.engine import start_engine
+from realvr.training.engine import Engine, start_engine
 from realvr.training.settings import StageSettings
 
 
@@ -24,10 +26,10 @@ def train(settings: StageSettings, *, dry: bool = False, take_over: bool = False
     quiet_transformers()
     engine = start_engine(cpu)
     verb = f"train {settings.stage}"
-    # Before the model is read: a folder that another run writes should not cost minutes.
-    held = open_run_folder(settings.run.out, verb, take_over) if engine.main and not dry else nullcontext()
     try:
-        with held:
+        with ExitStack() as held:
+            if not dry:  # before the model is read: a folder that another run writes should not cost minutes
+                _claim(held, engine, settings, verb, take_over)
             engine.seed(settings.run.seed)
             with busy(f"{verb}: reading model and data", engine.main and settings.log.console):
                 made = method.build(settings, engine)
@@ -38,3 +40,18 @@ def train(settings: StageSettings, *, dry: bool = False, take_over: bool = False
             raise
         engine.abort(str(message))
     return engine.exit(code)
+
+
+def _claim(held: ExitStack, engine: Engine, settings: StageSettings, verb: str, take_over: bool) -> None:
+    """Rank 0 opens the run's folder for all. Where it may not, all end: a rank that went on would wait for rank 0."""
+    refused = False
+    if engine.main:
+        try:
+            held.enter_context(open_run_folder(settings.run.out, verb, take_over))
+        except UserError as error:
+            if engine.world == 1:
+                raise
+            print(f"realvr: error: {error}", file=sys.stderr, flush=True)
+            refused = True
+    if engine.any(refused):
+        os._exit(2)
