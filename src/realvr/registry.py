@@ -226,4 +226,4 @@ def load_plugins() -> None:
             if registry._filled:
                 registry.adopt(module)
             elif _defined(module, registry.base):
-                registry._fill()  # which comes back here: what is wrong with a file is said at once
+                registry._fill()  # calls load_plugins again, so that a broken file is refused now and not at first use

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -11,13 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import realvr
+import outside
 from pair_cases import world_samples
 from realvr.backbone import Backbone
 from realvr.backbone.samples import conversation
@@ -33,7 +33,6 @@ from stage_runs import LATENTS, with_markers, world, write
 
 TOY = Path(__file__).resolve().parents[1] / "toys" / "toy_diagnostic.py"
 DOCS = TOY.parents[2] / "docs" / "diagnostics.md"
-PACKAGE = Path(realvr.__file__).parent
 COUNT = 12
 
 
@@ -51,25 +50,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def start(*args: object, plugin: Path | None = TOY) -> subprocess.Popen[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGE.parent), "CUDA_VISIBLE_DEVICES": ""}
-    named = ["--plugin", str(plugin)] if plugin else []
-    return subprocess.Popen(
-        [sys.executable, "-m", "realvr", *map(str, args), *named],
-        env=environment | {"COLUMNS": "200"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-
-
-def run(*args: object, plugin: Path | None = TOY, code: int = 0) -> str:
-    """What a verb prints, on both streams."""
-    process = start(*args, plugin=plugin)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == code, out + err
-    return out + err
+start, run = partial(outside.start, plugin=TOY), partial(outside.run, plugin=TOY)
 
 
 def command(model: Path, data: Path, out: Path, *more: object) -> list[object]:

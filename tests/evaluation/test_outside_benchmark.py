@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 import torch
 from PIL import Image
 
+import outside
 import realvr
 from eval_cases import Speaker, lines
 from realvr.backbone import Backbone
@@ -67,25 +69,7 @@ def toy() -> Iterator[Any]:
     BENCHMARKS._members.update(before)
 
 
-def start(*args: object, plugin: Path | None = TOY) -> subprocess.Popen[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGE.parent), "CUDA_VISIBLE_DEVICES": ""}
-    named = ["--plugin", str(plugin)] if plugin else []
-    return subprocess.Popen(
-        [sys.executable, "-m", "realvr", *map(str, args), *named],
-        env=environment | {"COLUMNS": "200"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-
-
-def run(*args: object, plugin: Path | None = TOY, code: int = 0) -> str:
-    """What a verb prints, on both streams."""
-    process = start(*args, plugin=plugin)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == code, out + err
-    return out + err
+start, run = partial(outside.start, plugin=TOY), partial(outside.run, plugin=TOY)
 
 
 def command(model: Path, data: Path, out: Path, *more: str) -> list[str]:
