@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from realvr.imaging.types import Grid
 
 XYXY = tuple[float, float, float, float]
 Mask = NDArray[np.float32]
+Number = TypeVar("Number", bound=np.generic)
 
 
 def unshown_box(sample: Sample) -> str | None:
@@ -60,7 +62,7 @@ def _token_range(low: float, high: float, patches: int, merge: int) -> tuple[int
     return first // merge, (last + merge - 1) // merge
 
 
-def _canvas(grid: Grid) -> tuple[int, int]:
+def canvas_size(grid: Grid) -> tuple[int, int]:
     """(rows, columns) of visual tokens over the whole image, tiles side by side, thumbnail left out."""
     return grid.rows * grid.tile_rows, grid.cols * grid.tile_cols
 
@@ -72,6 +74,21 @@ def _to_sequence(canvas: NDArray[np.float64], grid: Grid) -> Mask:
     flat = tiles.reshape(-1)
     mask[: flat.size] = flat
     return mask
+
+
+def on_canvas(values: NDArray[Number], grid: Grid) -> NDArray[Number]:
+    """Values in token order (…, N) as they lie in the image (…, rows, columns), those of the thumbnail left out."""
+    rows, cols = canvas_size(grid)
+    shape = (*values.shape[:-1], grid.tile_rows, grid.tile_cols, grid.rows, grid.cols)
+    return values[..., : rows * cols].reshape(shape).swapaxes(-3, -2).reshape(*values.shape[:-1], rows, cols)
+
+
+def token_place(index: int, grid: Grid) -> tuple[int, int] | None:
+    """(row, column) of a visual token in the whole image; None for one of the thumbnail."""
+    tile, inside = divmod(index, grid.rows * grid.cols)
+    tile_row, tile_col = divmod(tile, grid.tile_cols)
+    row, col = divmod(inside, grid.cols)
+    return (tile_row * grid.rows + row, tile_col * grid.cols + col) if tile_row < grid.tile_rows else None
 
 
 def _coverage(boxes: Sequence[XYXY], rows: int, cols: int) -> NDArray[np.float64]:
@@ -96,7 +113,7 @@ def token_mask(boxes: Sequence[Sequence[float]], grid: Grid, fractional: bool = 
     Binary by default; ``fractional`` gives the share of each token that is covered. Boxes without area are ignored, any
     other box covers at least one token; without any such box the mask is all zeros.
     """
-    rows, cols = _canvas(grid)
+    rows, cols = canvas_size(grid)
     clipped = [box for box in map(clip_box, boxes) if box is not None]
     binary = np.zeros((rows, cols))
     for x0, y0, x1, y1 in clipped:
@@ -134,7 +151,7 @@ def evidence_masks(boxes: Sequence[Box], grids: Sequence[Grid], fractional: bool
 
 def token_boxes(grid: Grid) -> NDArray[np.float64]:
     """(N, 4) area of every visual token in fractions of the image, in token order; the thumbnail's tokens too."""
-    rows, cols = _canvas(grid)
+    rows, cols = canvas_size(grid)
 
     def cells(height: int, width: int) -> NDArray[np.float64]:
         y, x = np.meshgrid(np.arange(height), np.arange(width), indexing="ij")
