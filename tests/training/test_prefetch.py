@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -235,3 +236,34 @@ def test_the_norm_of_visual_tokens_is_held_at_one(model: Path, data: Path, tmp_p
 def test_stages_that_encode_themselves_refuse_workers_alone(kind: str, model: Path, data: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="data.workers needs data.keep_encoded"):
         make(kind, configure(kind, model, data, tmp_path, data={"workers": 1}))
+
+
+def test_kept_features_are_those_of_the_tower_and_survive_a_resume(model: Path, data: Path, tmp_path: Path) -> None:
+    optim = {"steps": 4, "batch": 6, "microbatch": 3}
+    start = tmp_path / "start"
+    Backbone.load(str(model), dtype="float32", latents=LATENTS).save(start)
+
+    def raw(name: str, **keep: object) -> dict[str, object]:
+        kept = {"keep_encoded": True, "workers": 1, **keep}
+        return configure("sft", start, data, tmp_path / name, optim=optim, data=kept, checkpoint={"every": 2})
+
+    plain = run("sft", raw("plain"))
+    kept = run("sft", raw("kept", keep_features=True))
+    assert [row["loss"] for row in kept] == pytest.approx([row["loss"] for row in plain], rel=1e-5)
+    shutil.copytree(tmp_path / "kept", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "final")
+    shutil.rmtree(max((tmp_path / "again" / "checkpoints").iterdir()))
+    again = run("sft", raw("again", keep_features=True))
+    assert [row["loss"] for row in again] == [row["loss"] for row in kept]
+    task, _, _ = make("sft", raw("towers", keep_features=True))
+    task.backbone.encode_images = lambda images: (_ for _ in ()).throw(ZeroDivisionError)
+    with pytest.raises(ZeroDivisionError):
+        task.collect(0)  # the tower is asked once, at the start
+
+
+@pytest.mark.parametrize("kind", ["base", "rl"])
+def test_features_are_kept_in_stage_1_alone(kind: str, model: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="data.keep_features is for Stage 1"):
+        make(kind, configure(kind, model, data, tmp_path, data={"keep_encoded": True, "keep_features": True}))
+    with pytest.raises(ValueError, match="data.keep_features needs data.keep_encoded and data.workers"):
+        make("sft", configure("sft", model, data, tmp_path, data={"keep_features": True}))

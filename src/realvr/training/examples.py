@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,6 +84,10 @@ class Encoder:
         for sample, found in zip(samples, parallel_map(make, samples, workers), strict=True):
             if found is not None:
                 kept[id(sample)] = found
+
+    def images(self) -> Iterator[ImageInput]:
+        """Of the sequences in memory, in the order in which they came."""
+        return (image for example in self._sequences.values() for image in example.prompt.images)
 
     def _laid_out(self, sample: Sample) -> SftExample | None:
         found = self._sequence(sample)

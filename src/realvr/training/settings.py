@@ -117,6 +117,8 @@ class TrainSettings(Section):
 
     encodes_ahead: ClassVar[bool] = False
     """Whether the stage can use ``data.workers`` without ``data.keep_encoded``."""
+    frozen_vision: ClassVar[bool] = False
+    """Whether the stage can use ``data.keep_features``."""
     _origin: Origin = PrivateAttr(default_factory=Origin)
     model: ModelSettings
     """The model to start from."""
@@ -156,6 +158,10 @@ class TrainSettings(Section):
     def _workers_work(self) -> Self:
         if self.data.workers and not (self.encodes_ahead or self.data.keep_encoded):
             raise ValueError("data.workers needs data.keep_encoded in this stage: they encode everything at the start")
+        if self.data.keep_features and not self.frozen_vision:
+            raise ValueError("data.keep_features is for Stage 1: leave it out")
+        if self.data.keep_features and not (self.data.keep_encoded and self.data.workers):
+            raise ValueError("data.keep_features needs data.keep_encoded and data.workers: all is encoded at the start")
         return self
 
 
@@ -192,6 +198,7 @@ class SftSettings(StageSettings):
 
     stage: ClassVar[str] = "sft"
     default_method: ClassVar[str] = "lvr-sft"
+    frozen_vision: ClassVar[bool] = True
     optim: SftOptimSettings = SftOptimSettings()
     """AdamW, its schedule, and how much data one step takes."""
     lora: LoraSettings = LoraSettings()

@@ -10,15 +10,18 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from pydantic import Field
 
+from realvr.backbone.backbone import VisualTokens
 from realvr.backbone.loading import trained_latents
 from realvr.data.mixture import Mixture
 from realvr.data.packing import PackedStream
 from realvr.data.sample import Sample
 from realvr.data.wording import response_text, spelled_out
 from realvr.errors import UserError
+from realvr.imaging.types import ImageInput
 from realvr.training.adapters import Adapters
 from realvr.training.dropping import ENOUGH, over, too_many
 from realvr.training.examples import Encoder, all_of
+from realvr.training.features import KeptFeatures
 from realvr.training.method import Method, Run
 from realvr.training.sections import MethodConfig
 from realvr.training.settings import SftSettings, TrainSettings
@@ -106,6 +109,7 @@ class PackedMethod(Method[SftSettings, PC, SftBatch]):
         encoded = EncodedSamples(self.samples, self.encoder, settings)
         self.stream = PackedStream(encoded, len, c.pack_tokens, WINDOW)
         self._rows: Iterator[Any] | None = None
+        self.features = KeptFeatures(self.backbone)
 
     # ------------------------------------------------------------------ the words of `collect`
 
@@ -113,8 +117,10 @@ class PackedMethod(Method[SftSettings, PC, SftBatch]):
         """This rank's packed rows of the next step, cut into microbatches."""
         data, size = self.settings.data, self.settings.optim.microbatch
         if self._rows is None:
-            if data.workers and not self.encoder.kept:
+            if (data.workers or data.keep_features) and not self.encoder.kept:
                 self.encoder.encode_all(all_of(self.samples), data.workers, sequences=True)
+                if data.keep_features:
+                    self.features.fill(self.encoder.images())
             self._rows = iter(self.stream)
         rows = [next(self._rows).items for _ in range(self.share)]
         return [rows[i : i + size] for i in range(0, len(rows), size)]
@@ -125,6 +131,10 @@ class PackedMethod(Method[SftSettings, PC, SftBatch]):
         return pack_rows(
             self.backbone, rows, jitter=c.position_jitter, hidden_ratio=c.hide_image_ratio, generator=generator
         )
+
+    def encode_images(self, images: tuple[ImageInput, ...]) -> VisualTokens:
+        """Frozen visual tokens: computed here, or looked up with ``data.keep_features``."""
+        return self.features(images) if len(self.features) else self.backbone.encode_images(images)
 
     def generator(self, step: int) -> torch.Generator:
         """Random numbers of a step on this rank."""

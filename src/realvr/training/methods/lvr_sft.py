@@ -58,7 +58,7 @@ class LvrSft(PackedMethod[LvrSftConfig]):
     def terms(self, b: SftBatch) -> Iterator[Term]:
         """``next_token + reconstruction_weight * reconstruction``, by one teacher-forced pass."""
         c, backbone = self.config, self.backbone
-        visual = backbone.encode_images(b.images)
+        visual = self.encode_images(b.images)
         embeds = backbone.embed(b.ids_RT.masked_fill(b.image_RT | b.slot_RT, 0))
         features_ND = visual.features_ND.to(embeds.dtype)
         targets_ND = features_ND[b.slot_source_N]  # the evidence, in reading order
