@@ -107,6 +107,8 @@ class ModelResponder:
         self, state: State, plan: Plan, asked: Sequence[int], prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> list[Reply]:
         spans = None
+        if plan.given is not None and plan.interventions:
+            raise ValueError("a plan has given latents or interventions, not both")
         if plan.latents and plan.given is not None:
             given = torch.stack([plan.given[number] for number in asked]).to(self.backbone.device, self.backbone.dtype)
             if given.shape[1:] != (plan.latents, self.backbone.width):
@@ -114,7 +116,8 @@ class ModelResponder:
             after, _ = splice(self.backbone, state, given)
             spans = given
         else:
-            after, spans = think(self.backbone, state, plan.latents)
+            put = {step: v[list(asked)] if v.ndim == 2 else v for step, v in plan.interventions.items()}
+            after, spans = think(self.backbone, state, plan.latents, interventions=put)
         room = self.backbone.context_length - span_tokens(plan.latents)
         limits = [min(self.sampling.max_new, room - len(prompt)) for prompt in prompts]
         groups = decode(self.backbone, after, 1, self.sampling, seeds, limits)

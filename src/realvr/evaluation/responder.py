@@ -6,7 +6,7 @@ runner, extraction and scoring.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,6 +37,8 @@ class Plan:
     """K. 0 means no span and no markers."""
     given: Sequence[Tensor] | None = None
     """One (K, D) per request, spliced in instead of the model's own latents."""
+    interventions: Mapping[int, Tensor] = field(default_factory=dict)
+    """Vectors put into the model's own span: step t, counted from 1, to (D,) or one for each request (R, D)."""
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from realvr.lazy import lazy_names
 
 _HOME = {
+    "Interventions": "realvr.latent.span",
     "State": "realvr.latent.state",
     "decoder_pass": "realvr.latent.span",
     "extend": "realvr.latent.span",
@@ -16,6 +17,8 @@ _HOME = {
     "Memory": "realvr.latent.recurrence",
     "regenerate": "realvr.latent.recurrence",
     "trajectory": "realvr.latent.recurrence",
+    "cell_box": "realvr.latent.regions",
+    "region_vector": "realvr.latent.regions",
     "Completion": "realvr.latent.group_rollout",
     "Rollout": "realvr.latent.group_rollout",
     "decode": "realvr.latent.group_rollout",

@@ -19,7 +19,7 @@ from realvr.backbone.backbone import Backbone, VisualTokens
 from realvr.backbone.types import Prompt
 from realvr.errors import UserError
 from realvr.latent.sampling import Sampling, choose, draws, prompt_seeds
-from realvr.latent.span import decoder_pass, log_softmax_rows, prefill, span_tokens, think
+from realvr.latent.span import Interventions, decoder_pass, log_softmax_rows, prefill, span_tokens, think
 from realvr.latent.state import State
 
 FinishReason = Literal["eos", "stop", "length"]
@@ -74,12 +74,14 @@ def rollout(
     seed: int | Sequence[int] = 0,
     latents: int | None = None,
     visual: VisualTokens | None = None,
+    interventions: Interventions | None = None,
     go_on: Callable[[bool], bool] | None = None,
 ) -> Rollout:
     """Sample ``group`` completions of each prompt after one shared latent span of K = ``latents`` (the checkpoint's
     K).
 
-    ``go_on`` is for processes that must pass through the model equally often (see `decode`).
+    ``interventions`` are vectors put into the span (see `think`). ``go_on`` is for processes that must pass through the
+    model equally often (see `decode`).
     """
     sampling = sampling or Sampling()
     count = backbone.latents if latents is None else latents
@@ -91,7 +93,7 @@ def rollout(
         return Rollout([], torch.empty(0, count, backbone.width), sampling.policy_temperature)
     limits = [min(sampling.max_new, _room(backbone, prompt, count)) for prompt in prompts]
     state, _ = prefill(backbone, backbone.batch(prompts), visual)
-    state, z_BKD = think(backbone, state, count)
+    state, z_BKD = think(backbone, state, count, interventions=interventions)
     completions = decode(backbone, state, group, sampling, seed, limits, go_on)
     return Rollout(completions, z_BKD, sampling.policy_temperature)
 

@@ -15,18 +15,23 @@ from torch import Tensor
 from realvr.backbone.backbone import Backbone, VisualTokens
 from realvr.backbone.batch import Batch
 from realvr.errors import UserError
-from realvr.latent.span import prefill, think
+from realvr.latent.span import Interventions, prefill, think
 from realvr.latent.state import State
 
 Memory = Literal["cached", "checkpointed-prefill", "checkpointed"]
 
 
 def regenerate(
-    backbone: Backbone, prompt: State, latents: int | None = None, *, memory: Memory = "cached"
+    backbone: Backbone,
+    prompt: State,
+    latents: int | None = None,
+    *,
+    interventions: Interventions | None = None,
+    memory: Memory = "cached",
 ) -> tuple[State, Tensor]:
     """K latent steps from the state of a prompt, with gradients through each of them; the state after the span and z
     (B, K, D). Stage 2 calls this: one differentiable prefill serves more than the trajectory."""
-    return think(backbone, prompt, latents, checkpointed=memory == "checkpointed")
+    return think(backbone, prompt, latents, interventions=interventions, checkpointed=memory == "checkpointed")
 
 
 def trajectory(
@@ -35,11 +40,12 @@ def trajectory(
     visual: VisualTokens | None = None,
     *,
     latents: int | None = None,
+    interventions: Interventions | None = None,
     memory: Memory = "cached",
 ) -> tuple[State, State, Tensor]:
     """Prefill, then ``regenerate``: the state of the prompt, the state after the span, and z (B, K, D)."""
     if memory not in get_args(Memory):
         raise UserError(f"memory is '{memory}': choose one of {', '.join(get_args(Memory))}")
     prompt, _ = prefill(backbone, batch, visual, checkpointed=memory != "cached")
-    after, z_BKD = regenerate(backbone, prompt, latents, memory=memory)
+    after, z_BKD = regenerate(backbone, prompt, latents, interventions=interventions, memory=memory)
     return prompt, after, z_BKD

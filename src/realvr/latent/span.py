@@ -12,7 +12,7 @@ pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,9 @@ from realvr.backbone.backbone import Backbone, VisualTokens
 from realvr.backbone.batch import Batch
 from realvr.errors import UserError
 from realvr.latent.state import State, join_columns
+
+Interventions = Mapping[int, Tensor]
+"""Latents that are put into a running span: step t, counted from 1, to one vector (D,) or one for each row (B, D)."""
 
 
 def span_tokens(latents: int) -> int:
@@ -208,29 +211,55 @@ def extend(
 
 
 def think(
-    backbone: Backbone, state: State, latents: int | None = None, *, checkpointed: bool = False
+    backbone: Backbone,
+    state: State,
+    latents: int | None = None,
+    *,
+    interventions: Interventions | None = None,
+    checkpointed: bool = False,
 ) -> tuple[State, Tensor]:
     """The latent span: markers and K free-running latents. Returns the state after ``<|lvr_end|>`` and z (B, K, D).
 
-    With gradients enabled they flow through the whole recurrence and the prompt's keys and values.
+    ``interventions`` replace z_t by a given vector, from which the recurrence goes on; z then holds what was fed. With
+    gradients enabled they flow through the whole recurrence and the prompt's keys and values.
     """
     count = backbone.latents if latents is None else latents
     if count < 0:
         raise UserError(f"latents is {count}: the number of latent slots cannot be negative")
+    put = _checked(interventions or {}, count, state.last_BD)
     if count == 0:
         return state, state.last_BD.new_zeros(state.rows, 0, state.last_BD.shape[-1])
     state, _ = extend(backbone, state, _marker(backbone, state, backbone.markers.start), checkpointed=checkpointed)
     first = state.length
     latents_z = []
-    for step in range(count):
-        z_BD = state.last_BD
+    for step in range(1, count + 1):
+        z_BD = put.get(step, state.last_BD)
         latents_z.append(z_BD)
         embeds = z_BD[:, None]
-        if step == count - 1:
+        if step == count:
             end = backbone.embed(_marker(backbone, state, backbone.markers.end))
             embeds = torch.cat([embeds, end.to(embeds.dtype)], dim=1)
         state, _ = extend(backbone, state, embeds_BSD=embeds, checkpointed=checkpointed)
     return _with_span(state, first, count), torch.stack(latents_z, dim=1)
+
+
+def check_steps(steps: Iterable[int], latents: int, what: str = "an intervention") -> None:
+    """Refuse a step that a span of K latents does not have."""
+    for step in steps:
+        if latents == 0:
+            raise UserError(f"{what} at step {step}: there is no latent span (K = 0)")
+        if not 1 <= step <= latents:
+            raise UserError(f"{what} at step {step}: the span has K = {latents} latents, steps 1 to {latents}")
+
+
+def _checked(interventions: Interventions, latents: int, like_BD: Tensor) -> dict[int, Tensor]:
+    """The vectors (B, D) to feed, in the span's own type."""
+    check_steps(interventions, latents)
+    for step, vector in interventions.items():
+        if vector.shape not in (like_BD.shape, like_BD.shape[-1:]):
+            sizes = f"{tuple(like_BD.shape[-1:])} or {tuple(like_BD.shape)}"
+            raise ValueError(f"the intervention at step {step} is {tuple(vector.shape)}, not {sizes}")
+    return {step: vector.to(like_BD).expand_as(like_BD) for step, vector in interventions.items()}
 
 
 def splice(

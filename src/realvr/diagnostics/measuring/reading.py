@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from realvr.backbone.backbone import Backbone
+from realvr.backbone.backbone import Backbone, VisualTokens
 from realvr.backbone.samples import conversation
 from realvr.backbone.types import Prompt
 from realvr.data.sample import Sample
@@ -29,11 +29,18 @@ class Reading:
     after: State | None = None
     """After ``<|lvr_end|>``, or after the prompt where K = 0."""
     latents_RKD: Tensor | None = None
+    visual: VisualTokens | None = None
+    """Visual tokens of the pictures, in the order of the prompts."""
 
     def spans(self) -> Iterator[tuple[Sample, Tensor]]:
         """Samples that could be read, each with its latents (K, D)."""
         if self.latents_RKD is not None:
             yield from zip(self.samples, self.latents_RKD, strict=True)
+
+    def features(self) -> list[list[Tensor]]:
+        """Visual tokens (n, D) of each picture of each sample that could be read."""
+        tokens = iter(self.visual.per_image() if self.visual is not None else ())
+        return [[next(tokens) for _ in prompt.images] for prompt in self.prompts]
 
 
 def prompt_of(backbone: Backbone, sample: Sample, pictures: Sample, latents: int) -> Prompt:
@@ -57,6 +64,8 @@ def read_samples(backbone: Backbone, samples: Sequence[Sample], latents: int) ->
         except UserError as error:
             reading.errors.append((sample, str(error)))
     if reading.prompts:
-        reading.prompt, _ = prefill(backbone, backbone.batch(reading.prompts))
+        batch = backbone.batch(reading.prompts)
+        reading.visual = backbone.encode_images(batch.images)
+        reading.prompt, _ = prefill(backbone, batch, reading.visual)
         reading.after, reading.latents_RKD = think(backbone, reading.prompt, latents)
     return reading
