@@ -97,6 +97,7 @@ def wait_for(parts: Any, process: subprocess.Popen[str], lines: int) -> None:
         time.sleep(0.002)
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_to_the_same_records(
     finished: tuple[Path, str], model: Path, data: Path, tmp_path: Path
 ) -> None:

@@ -104,6 +104,7 @@ def test_reader_policy_and_rule_are_its_own(finished: Path) -> None:
     assert record["settings"]["policy"] == "toy-length" and record["benches"]["toy"]["dropped"] == {"field_missing": 1}
 
 
+@pytest.mark.slow
 def test_it_survives_a_kill_and_two_processes_go_on(finished: Path, model: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = start(*command(model, data, out))

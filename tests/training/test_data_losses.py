@@ -205,6 +205,7 @@ def test_counts_of_drawn_rows_survive_a_resume(trained: Path, tmp_path: Path) ->
     assert encoding[0] == encoding[1] and encoding[0]["step"] == 4
 
 
+@pytest.mark.slow
 def test_two_ranks_agree_on_what_is_missing(trained: Path, tmp_path: Path) -> None:
     data = write(world(8), tmp_path / "data")
     (data.parent / json.loads(data.read_text().splitlines()[5])["images"][0]).unlink()

@@ -93,6 +93,7 @@ def test_two_ranks_are_one_process(tmp_path: Path) -> None:
         assert second[3][name] == pytest.approx(first[3][name], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_two_ranks_killed_while_writing_resume(tmp_path: Path) -> None:
     start(two_ranks(out=str(tmp_path / "whole"), noise=True))
     options: dict[str, Any] = {"out": str(tmp_path / "run"), "noise": True}
@@ -108,7 +109,13 @@ def test_two_ranks_killed_while_writing_resume(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("where", "step", "left"),
-    [("forward", 6, 4), ("prepare", 8, 8), ("prepare", 2, 0), ("save", 8, 4), ("save", 4, 0)],
+    [
+        ("forward", 6, 4),
+        pytest.param("prepare", 8, 8, marks=pytest.mark.slow),
+        pytest.param("prepare", 2, 0, marks=pytest.mark.slow),
+        ("save", 8, 4),
+        pytest.param("save", 4, 0, marks=pytest.mark.slow),
+    ],
     ids=["in a step", "between steps", "before any checkpoint", "while writing", "while writing the first"],
 )
 def test_killed_runs_reach_the_same_losses(where: str, step: int, left: int, whole: Path, tmp_path: Path) -> None:
@@ -128,7 +135,7 @@ def test_killed_runs_reach_the_same_losses(where: str, step: int, left: int, who
 # ---------------------------------------------------------------------- Ctrl-C
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupted_run_saves_and_continues(number: signal.Signals, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     options: dict[str, Any] = {"out": str(out), "noise": True}
@@ -187,6 +194,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_previous_checkpoint(small_disk: Path) -> None:
     out = small_disk / "run"
     options: dict[str, Any] = {"out": str(out), "width": 2000, "settings": {"optim": {"schedule": "constant"}}}

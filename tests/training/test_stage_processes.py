@@ -126,7 +126,8 @@ def test_two_ranks_add_up_to_the_loss_of_all_their_rows(
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        ("rl", {"max_new": 12, "negatives": 6}),  # three from the batch, three from the bank
+        # Three negatives from the batch, three from the bank.
+        pytest.param("rl", {"max_new": 12, "negatives": 6}, marks=pytest.mark.slow),
         ("rl", {"max_new": 12, "negatives": 6, "updates_per_rollout": 2}),  # the checkpoint falls between two updates
         ("sft", {"pack_tokens": 256, "position_jitter": 3, "hide_image_ratio": 0.5}),
     ],
