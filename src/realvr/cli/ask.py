@@ -25,6 +25,7 @@ class AskCommand(AskSettings):
         tyro.conf.Positional[tuple[str, ...]],
         tyro.conf.arg(metavar="IMAGE… QUESTION", help_behavior_hint="(required)"),
     ]
+    put: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     json: bool = False
 
 
@@ -37,11 +38,20 @@ def ask(settings: AskCommand) -> int:
     Examples:
       realvr ask runs/tiny photo.png "What colour is the circle?"
       realvr ask runs/tiny before.png after.png "What changed?" --latents 0
+      realvr ask mini trail.png "Where does the orange arrow lead?" --put 4=2,5
       realvr ask Qwen/Qwen2.5-VL-7B-Instruct photo.jpg "How many birds?" --json
     """
     result = ask_model(settings)
-    print(json_module.dumps(result, ensure_ascii=False) if settings.json else result["answer"])
-    if settings.expected is not None and not settings.json:
-        verdict = "equals" if result["correct"] else "does not equal"
-        print(f"{verdict} the expected answer, {settings.expected}")
+    if settings.json:
+        print(json_module.dumps(result, ensure_ascii=False))
+        return 0
+    replies = {"": result}
+    if "put" in result:
+        named = ", ".join(place["name"] for place in result["put"]["places"])
+        replies = {"without: ": result, f"with {named}: ": result["put"]}
+    for name, reply in replies.items():
+        print(f"{name}{reply['answer']}")
+        if settings.expected is not None:
+            verdict = "equals" if reply["correct"] else "does not equal"
+            print(f"{verdict} the expected answer, {settings.expected}")
     return 0

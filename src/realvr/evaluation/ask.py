@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from realvr.answers import JUDGE, PARSERS, equal
 from realvr.errors import UserError
+from realvr.evaluation.putting import Put, parse_puts
+from realvr.latent.steps import check_steps
 from realvr.runs.guard import note
 from realvr.runs.progress import busy
 
 if TYPE_CHECKING:
     from realvr.backbone.backbone import Backbone
+    from realvr.backbone.types import Prompt
     from realvr.latent.sampling import Sampling
 
 INSTRUCTION = "Put the final answer inside <answer> and </answer>."
@@ -39,6 +42,9 @@ class AskSettings:
         max_tokens: Most visual tokens per image (families with variable grids); by default those of its training.
         device: cpu, cuda, cuda:1, …; by default the GPU where there is one.
         dtype: float32, bfloat16, float16; by default the checkpoint's own.
+        put: Also answer with a latent replaced by a place of the picture: STEP=ROW,COL (row and column of the visual
+            tokens, counted from 1) or STEP=x0,y0,x1,y1 (a box in fractions); of several pictures, STEP=IMAGE:ROW,COL.
+            May be repeated; the recurrence goes on from what was put.
         expected: The right answer. Also print whether the judge of evaluations finds the printed answer equal to it.
     """
 
@@ -55,7 +61,13 @@ class AskSettings:
     max_tokens: int | None = None
     device: str | None = None
     dtype: str | None = None
+    put: Sequence[str] = ()
     expected: str | None = None
+
+    @property
+    def puts(self) -> list[Put]:
+        """What ``put`` names."""
+        return parse_puts(self.put, len(self.what) - 1)
 
     @property
     def question(self) -> str:
@@ -76,6 +88,8 @@ class AskSettings:
             raise UserError(
                 f'{self.question} is a file, and no question follows it: realvr ask MODEL IMAGE… "QUESTION"'
             )
+        if self.puts and self.latents is not None:
+            check_steps([put.step for put in self.puts], self.latents, "--put")
 
 
 def ask(settings: AskSettings) -> dict[str, Any]:
@@ -95,11 +109,13 @@ def ask(settings: AskSettings) -> dict[str, Any]:
     with busy(f"reading {settings.model}"):
         backbone = Backbone.load(settings.model, device=settings.device, dtype=settings.dtype, **limits)
     latents = backbone.latents if settings.latents is None else settings.latents
+    _check_span(settings, backbone, latents)
     text = f"{settings.question}\n{settings.instruction}" if settings.instruction else settings.question
-    result = answer(backbone, images, text, latents, sampling, settings.seed)
+    result = answer(backbone, images, text, latents, sampling, settings.seed, settings.puts)
     if settings.expected is not None:
-        correct = bool(equal(result["answer"], settings.expected))
-        result |= {"expected": settings.expected, "correct": correct, "judge": JUDGE}
+        for reply in (result, *([result["put"]] if settings.puts else [])):
+            reply["correct"] = bool(equal(reply["answer"], settings.expected))
+        result |= {"expected": settings.expected, "judge": JUDGE}
     if backbone.markers_added and latents:
         note(
             f"{settings.model} was not trained with latent slots, so its markers are untrained; "
@@ -110,27 +126,67 @@ def ask(settings: AskSettings) -> dict[str, Any]:
     return result
 
 
+def _check_span(settings: AskSettings, backbone: Backbone, latents: int) -> None:
+    """Refuse what looks into a span, for a model that has none."""
+    if settings.puts and (backbone.markers_added or not latents):
+        raise UserError(
+            f"--put: {settings.model} has no trained latent span (K = 0) to put anything into: name a model of Stage 1 "
+            "or 2, and do not ask for --latents 0"
+        )
+    check_steps([put.step for put in settings.puts], latents, "--put")
+
+
 def answer(
-    backbone: Backbone, images: list[Any], text: str, latents: int, sampling: Sampling, seed: int = 0
+    backbone: Backbone,
+    images: list[Any],
+    text: str,
+    latents: int,
+    sampling: Sampling,
+    seed: int = 0,
+    puts: Sequence[Put] = (),
 ) -> dict[str, Any]:
-    """Answer one question with a model that has been read."""
+    """Answer one question with a model that has been read; with ``puts``, once more with these places in its span."""
     from realvr.backbone.types import Turn
-    from realvr.latent.group_rollout import rollout
+    from realvr.latent.regions import region_vector
 
     begun = time.perf_counter()
     prompt = backbone.prompt([Turn("user", text, images=list(images))])
-    result = rollout(backbone, [prompt], sampling=sampling, latents=latents, seed=seed)
-    completion = result.completions[0][0]
-    return {
-        "answer": PARSERS["ask"].read(completion.text, ()),
+    visual = backbone.encode_images(prompt.images)
+    areas = [put.area(visual.grids[put.image]) for put in puts]
+    options = {"sampling": sampling, "latents": latents, "seed": seed, "visual": visual}
+    result = _reply(backbone, prompt, options)
+    if puts:
+        features = visual.per_image()
+        options["interventions"] = {
+            put.step: region_vector(features[put.image], visual.grids[put.image], area)
+            for put, area in zip(puts, areas, strict=True)
+        }
+        result["put"] = _reply(backbone, prompt, options) | {
+            "places": [
+                {"step": put.step, "image": put.image + 1, "box": list(area), "name": str(put)}
+                for put, area in zip(puts, areas, strict=True)
+            ]
+        }
+    return result | {
         "parser": str(PARSERS["ask"]),
-        "text": completion.text,
         "latents": latents,
-        "latent_norms": [round(norm, 6) for norm in result.latents_BKD[0].float().norm(dim=-1).tolist()],
-        "finish_reason": completion.finish,
         "seconds": round(time.perf_counter() - begun, 4),
         "family": backbone.family.name,
         "prompt_tokens": len(prompt),
         "visual_tokens": [image.tokens for image in prompt.images],
+    }
+
+
+def _reply(backbone: Backbone, prompt: Prompt, options: dict[str, Any]) -> dict[str, Any]:
+    """One rollout of the prompt, as JSON values."""
+    from realvr.latent.group_rollout import rollout
+
+    result = rollout(backbone, [prompt], **options)
+    completion = result.completions[0][0]
+    return {
+        "answer": PARSERS["ask"].read(completion.text, ()),
+        "text": completion.text,
+        "latent_norms": [round(norm, 6) for norm in result.latents_BKD[0].float().norm(dim=-1).tolist()],
+        "finish_reason": completion.finish,
         "new_tokens": len(completion.ids),
     }

@@ -12,7 +12,7 @@ pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from realvr.backbone.backbone import Backbone, VisualTokens
 from realvr.backbone.batch import Batch
 from realvr.errors import UserError
 from realvr.latent.state import State, join_columns
+from realvr.latent.steps import check_steps
 
 Interventions = Mapping[int, Tensor]
 """Latents that are put into a running span: step t, counted from 1, to one vector (D,) or one for each row (B, D)."""
@@ -241,15 +242,6 @@ def think(
             embeds = torch.cat([embeds, end.to(embeds.dtype)], dim=1)
         state, _ = extend(backbone, state, embeds_BSD=embeds, checkpointed=checkpointed)
     return _with_span(state, first, count), torch.stack(latents_z, dim=1)
-
-
-def check_steps(steps: Iterable[int], latents: int, what: str = "an intervention") -> None:
-    """Refuse a step that a span of K latents does not have."""
-    for step in steps:
-        if latents == 0:
-            raise UserError(f"{what} at step {step}: there is no latent span (K = 0)")
-        if not 1 <= step <= latents:
-            raise UserError(f"{what} at step {step}: the span has K = {latents} latents, steps 1 to {latents}")
 
 
 def _checked(interventions: Interventions, latents: int, like_BD: Tensor) -> dict[int, Tensor]:
