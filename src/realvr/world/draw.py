@@ -73,6 +73,8 @@ def stamp(shape: str, radius: float, rotation: int, texture: str) -> Stamp:
     left, top, right, bottom = extent(shape, radius, rotation)
     half = int(np.ceil(max(-left, -top, right, bottom))) + 1
     cover = _fill(outline(shape), hole(shape), rotation, radius, half)
+    if texture == "flat":  # no rim: for shapes so small that it would be most of them
+        return Stamp(cover, cover, _pattern("plain", half, radius), half)
     # A rim of about a pixel separates an object from what lies under it. The ring's hole grows as its outline shrinks.
     rim = max(1.0, radius * 0.09)
     shrink = 1 - rim / radius
@@ -102,14 +104,21 @@ def _window(scene: Scene, item: Object, half: int) -> tuple[slice, slice, slice,
     return slice(cy0, cy1), slice(cx0, cx1), slice(cy0 - y0, cy1 - y0), slice(cx0 - x0, cx1 - x0)
 
 
+@lru_cache(maxsize=8192)
+def _inked(shape: str, color: str, radius: float, rotation: int, texture: str, shade: float) -> tuple[Stamp, Floats]:
+    """A stamp and its pixels (h, w, 3), before they are laid over what is there."""
+    look = stamp(shape, radius, rotation, texture)
+    fill, second, rim = tones(Object(shape, color, 0, 0, radius, shade=shade))
+    ink = fill if texture in ("plain", "flat") else fill + (second - fill) * look.pattern[:, :, None]
+    if texture == "flat":
+        return look, np.broadcast_to(ink, (*look.cover.shape, 3))
+    return look, rim + (ink - rim) * look.inner[:, :, None]
+
+
 def _paint(canvas: Pixels, scene: Scene, item: Object) -> None:
-    look = stamp(item.shape, item.radius, item.rotation, item.texture)
+    look, ink = _inked(item.shape, item.color, item.radius, item.rotation, item.texture, item.shade)
     rows, cols, srows, scols = _window(scene, item, look.half)
-    fill, second, rim = tones(item)
-    inner = look.inner[srows, scols, None]
-    cover = look.cover[srows, scols, None]
-    color = fill if item.texture == "plain" else fill + (second - fill) * look.pattern[srows, scols, None]
-    color = rim + (color - rim) * inner
+    cover, color = look.cover[srows, scols, None], ink[srows, scols]
     under = canvas[rows, cols]
     canvas[rows, cols] = (under + (color - under) * cover + np.float32(0.5)).astype(np.uint8)
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from realvr.data.export import write
 from realvr.data.reading import read
@@ -20,6 +20,7 @@ from realvr.world.items import Item
 from realvr.world.questions import Withheld
 from realvr.world.sheet import contact_sheet
 from realvr.world.splits import SPLITS, Recipe, build, samples
+from realvr.world.trails.plan import Plan, parse_arrows, parse_grid
 
 RECIPE = "recipe.json"
 FILES = {
@@ -49,6 +50,8 @@ class MakeSettings:
         format: all writes our JSONL, which holds everything, and the real layout; jsonl or real writes one of them.
         kinds: Kinds of question, for curriculum, dialogues, sequels, train-*, validation and counterfactual.
         withheld: Whether questions may (any), must not (exclude) or must (only) refer to something by a withheld word.
+        grid: Cells of a board of trails, ROWSxCOLUMNS. Left out: 6x6.
+        arrows: Fewest and most arrows on a trail. Left out: 1-7.
         resize_pixels: Pixels that a model shrinks a large image to (hrbench, vstar: decides what is visible).
         patch: Side in pixels of what one visual token covers after that.
         workers: Processes.
@@ -63,6 +66,8 @@ class MakeSettings:
     format: Format = "all"
     kinds: tuple[str, ...] = ()
     withheld: Withheld | None = None
+    grid: str | None = None
+    arrows: str | None = None
     resize_pixels: int | None = None
     patch: int | None = None
     workers: int = 2
@@ -89,6 +94,8 @@ class ShowSettings:
         columns: How many in a row.
         kinds: Kinds of question, as for make.
         withheld: As for make.
+        grid: As for make.
+        arrows: As for make.
         resize_pixels: As for make.
         patch: As for make.
     """
@@ -101,6 +108,8 @@ class ShowSettings:
     columns: int = 4
     kinds: tuple[str, ...] = ()
     withheld: Withheld | None = None
+    grid: str | None = None
+    arrows: str | None = None
     resize_pixels: int | None = None
     patch: int | None = None
 
@@ -110,7 +119,17 @@ def _recipe(split: str, settings: MakeSettings | ShowSettings, count: int | None
     usual = Resize()
     resize = Resize(settings.resize_pixels or usual.max_pixels, settings.patch or usual.patch)
     size = parse_size(settings.size)
-    return Recipe(split, settings.seed, count, size, tuple(settings.kinds), settings.withheld, resize)
+    return Recipe(split, settings.seed, count, size, tuple(settings.kinds), settings.withheld, resize, _plan(settings))
+
+
+def _plan(settings: MakeSettings | ShowSettings) -> Plan:
+    """What the settings say about trails; the usual where they say nothing."""
+    chosen: dict[str, Any] = {}
+    if settings.grid:
+        chosen["grid"] = parse_grid(settings.grid)
+    if settings.arrows:
+        chosen["arrows"] = parse_arrows(settings.arrows)
+    return Plan(**chosen)
 
 
 @dataclass(frozen=True)
@@ -181,7 +200,10 @@ def _claim(folder: RunFolder, recipe: Recipe) -> None:
     path, note = folder.path, folder.path / RECIPE
     folder.refuse_foreign(RECIPE, f"{path} is not empty and not one of ours; name another folder")
     other = f"{path} holds the split made another way (see {note}); name another folder or remove it"
-    folder.claim(RECIPE, asdict(recipe), lambda before, now: None if before == now else other)
+    said = asdict(recipe)
+    if not recipe.of_trails:  # as folders of these splits say that were made before there were trails
+        del said["trail"]
+    folder.claim(RECIPE, said, lambda before, now: None if before == now else other)
 
 
 def _counted(made: Iterator[Sample], title: str, total: int | None) -> Iterator[Sample]:

@@ -48,7 +48,7 @@ class Object:
     @property
     def direction(self) -> str:
         """Where an arrow points; empty for other shapes."""
-        return DIRECTIONS[round(self.rotation / 90) % 4] if self.shape == "arrow" else ""
+        return DIRECTIONS[round(self.rotation / 90) % 4] if self.shape.endswith("arrow") else ""
 
     @property
     def box(self) -> PixelBox:

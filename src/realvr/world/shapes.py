@@ -51,6 +51,8 @@ def _cross() -> list[Point]:
 
 _ARROW = [(0.0, -1.05), (0.85, -0.1), (0.34, -0.1), (0.34, 1.0), (-0.34, 1.0), (-0.34, -0.1), (-0.85, -0.1)]
 
+_THICK_ARROW = [(0.0, -1.0), (1.0, 0.1), (0.45, 0.1), (0.45, 1.0), (-0.45, 1.0), (-0.45, 0.1), (-1.0, 0.1)]
+
 
 @lru_cache(maxsize=32)
 def outline(shape: str) -> Outline:
@@ -65,6 +67,7 @@ def outline(shape: str) -> Outline:
         "triangle": [(0.0, -1.0), (1.0, 0.78), (-1.0, 0.78)],
         "hexagon": _arc(1.0, 0, 300, 5),
         "arrow": _ARROW,
+        "thick arrow": _THICK_ARROW,
     }
     return tuple(fixed[shape])
 

@@ -26,6 +26,8 @@ from realvr.world.edits import CHANGED_SHARE, EDITS, PAIRS_PER_EDIT, is_changed,
 from realvr.world.items import Item, View, single
 from realvr.world.questions import EASY_KINDS, FULL_KINDS, LETTERS, MAX_TRIES, Withheld, sample_question
 from realvr.world.sampling import Style, clutter, huge, pick, sample_scene, style_for
+from realvr.world.trails import splits as trails
+from realvr.world.trails.plan import Plan
 
 Unit = tuple[str, int]
 """A part of a split (a BLINK subtask, an edit; mostly '') and a number within it."""
@@ -62,6 +64,10 @@ SPLITS: dict[str, Split] = {
     "sequels": Split(12, range(17, 18), "jsonl", 5_000, (48, 48), "two turns, the second about another picture"),
     "practice": Split(13, range(16, 17), "jsonl", 8_000, (48, 48), "training questions in the five benchmarks' manner"),
     "vstar": Split(14, range(15, 16), "vstar", 191, (2240, 1584), "small objects in a large picture, two categories"),
+    # Buckets of boards, which are no scenes of the splits above.
+    "trails-train": Split(15, range(16), "jsonl", 20_000, (48, 48), "follow the arrows: training questions"),
+    "trails-lessons": Split(16, range(16, 24), "jsonl", 20_000, (48, 48), "single looks at boards of arrows"),
+    "trails": Split(17, range(24, 28), "jsonl", 2_000, (48, 48), "follow the arrows: which circle ends the trail"),
 }
 
 
@@ -86,6 +92,8 @@ class Recipe:
     withheld: Withheld | None = None
     """None: excluded from the curriculum, dialogues, sequels and practice, allowed elsewhere."""
     resize: benchmarks.Resize = field(default_factory=benchmarks.Resize)
+    trail: Plan = field(default_factory=Plan)
+    """Boards of the splits of trails."""
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
@@ -94,13 +102,8 @@ class Recipe:
             raise UserError(f"count is {self.count}; at least 1 is needed")
         if self.seed < 0:
             raise UserError(f"seed is {self.seed}; it must not be negative")
-        unknown = [kind for kind in self.kinds if kind not in FULL_KINDS]
-        if unknown:
-            raise UserError(f"no kind of question {unknown[0]!r}; there are {', '.join(FULL_KINDS)}")
-        if self.kinds and self.split not in (*ANY_KIND, "counterfactual"):
-            raise UserError(
-                f"split {self.split} has questions of its own; kinds can be chosen for {', '.join(ANY_KIND)}"
-            )
+        self._check_kinds()
+        self._check_trail()
         if self.withheld and self.split not in (*ANY_KIND, "practice"):
             raise UserError(
                 f"split {self.split} uses any words; withheld can be chosen for {', '.join((*ANY_KIND, 'practice'))}"
@@ -115,6 +118,28 @@ class Recipe:
             )
         if self.split == "practice" and self.resize != benchmarks.Resize():
             raise UserError("split practice knows what a model sees from its size; resize is for hrbench only")
+
+    def _check_kinds(self) -> None:
+        known = trails.KINDS.get(self.split, FULL_KINDS)
+        unknown = [kind for kind in self.kinds if kind not in known]
+        if unknown:
+            of = f" in split {self.split}" if self.of_trails else ""
+            raise UserError(f"no kind of question {unknown[0]!r}{of}; there are {', '.join(known)}")
+        if self.kinds and self.split not in (*ANY_KIND, "counterfactual") and not self.of_trails:
+            raise UserError(
+                f"split {self.split} has questions of its own; kinds can be chosen for {', '.join(ANY_KIND)}"
+            )
+
+    def _check_trail(self) -> None:
+        if self.of_trails:
+            self.trail.fit(self.canvas)
+        elif self.trail != Plan():
+            raise UserError(f"split {self.split} has no trails; grid and arrows are for {', '.join(trails.KINDS)}")
+
+    @property
+    def of_trails(self) -> bool:
+        """Whether the split holds boards of arrows instead of scenes."""
+        return self.split in trails.KINDS
 
     @property
     def info(self) -> Split:
@@ -161,6 +186,8 @@ def build(recipe: Recipe, unit: Unit) -> list[Item]:
     part, number = unit
     rng = np.random.default_rng([recipe.seed, recipe.info.number, PARTS.index(part), number])
     style, buckets = recipe.style(), recipe.info.buckets
+    if recipe.of_trails:
+        return trails.build(rng, recipe.split, number, recipe.canvas, recipe.trail, recipe.kinds, buckets)
     if recipe.split == "mmvp":
         return list(benchmarks.mmvp_pair(rng, number, style, buckets))
     if recipe.split == "blink":
