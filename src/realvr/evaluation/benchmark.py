@@ -8,7 +8,7 @@ Nothing here imports torch, and nothing is downloaded.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -149,6 +149,11 @@ class Benchmark:
             there = ", ".join(cls.variants) or "none"
             raise UserError(f"--variant: there is no variant '{variant}'{_of(cls)}; there are {there}")
         return replace(options, variant=variant)
+
+    @classmethod
+    def stratum(cls, sample: Sample) -> Hashable:
+        """Questions of one kind: ``--limit`` takes some of every stratum."""
+        return (sample.task, sample.category, sample.tags.get("subtask", ""))
 
     @classmethod
     def stand_in_path(cls, folder: str | Path) -> Path:

@@ -179,7 +179,7 @@ def load(
     world = known and from_world(where, samples)
     return Questions(
         called(name, where, format.name, world),
-        subset(ordered, limit) if limit else ordered,
+        subset(ordered, limit, bench) if limit else ordered,
         path=str(where),
         format=format.name,
         rows=report.rows,
@@ -231,19 +231,18 @@ def units(samples: Sequence[Sample]) -> list[list[Sample]]:
     return list(found.values())
 
 
-def subset(samples: Sequence[Sample], limit: int) -> list[Sample]:
+def subset(samples: Sequence[Sample], limit: int, bench: type[Benchmark] = Benchmark) -> list[Sample]:
     """At most ``limit`` questions in whole units (one unit at least), spread evenly over subtasks and within them.
 
-    No random numbers: the same questions for every budget, condition and model. Every subtask has one unit before any
-    has two; after that their shares follow their sizes.
+    Subtasks are the strata of ``bench``. No random numbers: the same questions for every budget, condition and model.
+    Every subtask has one unit before any has two; after that their shares follow their sizes.
     """
     if limit >= len(samples):
         return list(samples)
     whole = units(samples)
     strata: dict[Hashable, list[int]] = defaultdict(list)
     for number, unit in enumerate(whole):
-        first = unit[0]
-        strata[(first.task, first.category, first.tags.get("subtask", ""))].append(number)
+        strata[bench.stratum(unit[0])].append(number)
     count = max(1, limit * len(whole) // len(samples))
     while True:
         chosen = [whole[number] for number in sorted(_spread(list(strata.values()), count))]
