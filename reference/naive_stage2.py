@@ -35,6 +35,7 @@ class Options:
     eta: float = 0.3
     margin: float = 0.5
     routing: str = "selective"  # or raw, uniform
+    credit: str = "paper"  # or normalised, which is not in the paper
     objective: str = "contrast"  # or hinge-positive, align
     mass_matched: bool = False
     detach: bool = True
@@ -61,8 +62,8 @@ class Example:
     old_logp: list[Tensor]  # (S_i,)
     answers: list[Tensor]  # (M_y,) ids of Fmt(y): the correct one, then each distinct wrong one
     content: list[Tensor]  # (M_y,) bool: J(y)
-    positive: Tensor  # (D,)
-    negatives: list[Tensor]  # (D,) each
+    positive: Tensor  # (D,); or (K, D), one for each latent, which is not in the paper
+    negatives: list[Tensor]  # (D,) each; or (K, D) each
     pixels: Tensor | None = None  # what the stock processor returns
     grid_thw: Tensor | None = None  # Qwen
     ref_logp: list[Tensor] | None = None
@@ -219,9 +220,10 @@ class Naive:
         undefined = not bool((positive != 0).any()) or (options.objective == "contrast" and not negatives)
         for t in range(0 if undefined else len(z)):
             state = self._wide(z[t])
-            score = cosine(state, positive)
+            score = cosine(state, positive if positive.dim() == 1 else positive[t])
             if options.objective == "contrast":
-                score = score - max((cosine(state, p) for p in negatives), key=lambda x: float(x.detach()))
+                others = [p if p.dim() == 1 else p[t] for p in negatives]
+                score = score - max((cosine(state, p) for p in others), key=lambda x: float(x.detach()))
             if options.objective == "align":
                 loss = 1 - score
             else:
@@ -248,6 +250,11 @@ class Naive:
         count, eta = len(gamma), self.options.eta
         if self.options.routing == "uniform":
             return torch.full_like(gamma, 1 / count)
+        if self.options.credit == "normalised":
+            mass = sum(gamma[t] for t in range(count))
+            gamma = torch.stack(
+                [gamma[t] / mass if float(mass.detach()) > 0 else gamma[t] * 0 + 1 / count for t in range(count)]
+            )
         weights = torch.stack([eta / count + (1 - eta) * gamma[t] for t in range(count)])
         return weights / sum(weights) if self.options.mass_matched else weights
 

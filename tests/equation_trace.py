@@ -33,6 +33,8 @@ METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "direct": ("rl", "mini-base", RL | {"method": "direct", "model": {"latents": 0}}),
     "align": ("rl", "mini", RL | {"method": "custom", "objective": "align"}),
     "kl": ("rl", "mini", RL | {"method": "realvr", "beta": 0.1}),
+    "normalised": ("rl", "mini", RL | {"method": "realvr", "credit": "normalised"}),
+    "per-slot": ("rl", "mini", RL | {"method": "realvr", "evidence_boxes": "per-slot"}),
 } | {
     name: ("rl", "mini", RL | {"method": name})
     for name in (

@@ -10,6 +10,7 @@ from torch import Tensor
 from realvr.backbone.backbone import VisualTokens
 from realvr.backbone.types import Prompt
 from realvr.data.sample import Box, ImageRef, Sample
+from realvr.errors import UserError
 from realvr.imaging.types import Grid, ImageInput
 from realvr.latent.prototypes import NegativeBank, Prototype, pad, pictures_of, prototypes, sample_negatives
 
@@ -72,6 +73,37 @@ def test_prototypes_of_a_batch() -> None:
         np.testing.assert_allclose(proto.vector_D.numpy(), expected, rtol=1e-5, atol=1e-6)
         assert proto.vector_D.dtype == torch.float32 and proto.vector_D.device.type == "cpu"
         assert proto.pictures == {image.picture for image in one.images} == pictures_of(one)
+
+
+def test_which_of_the_ordered_boxes_are_evidence() -> None:
+    """A trail of three boxes over two pictures; a fourth without area is none."""
+    a, b = Grid(2, 3, merge=2), Grid(4, 2, merge=2)
+    trail = sample((1, (0.0, 0.0, 0.5, 0.25)), (0, (0.34, 0.0, 0.6, 0.5)), (1, (0.5, 0.5, 1.0, 1.0)), (0, (1, 0, 1, 1)))
+    prompts = [prompt(picture(a, "a"), picture(b, "b")), prompt(picture(a, "a"), picture(b, "b"))]
+    nothing = sample((1, (0.3, 0.3, 0.3, 0.3)))
+    visual = seen(a, b, a, b)
+    rows = visual.features_ND.double().numpy()
+    parts = [[6 + 0], [1], [6 + 5, 6 + 7]]  # in the tokens of both pictures
+
+    def mean(chosen: list[int]) -> np.ndarray:
+        return rows[chosen].sum(0) / (len(chosen) + 1e-6)
+
+    whole = rows[14:].sum(0) / (14 + 1e-6)
+    wanted = {
+        "all": mean(sum(parts, [])),
+        "last": mean(parts[2]),
+        "per-slot": [mean(parts[min(t, 2)]) for t in range(5)],
+    }
+    for which, expected in wanted.items():
+        found, plain = prototypes([trail, nothing], prompts, visual, which, 5)
+        np.testing.assert_allclose(found.vector_D.numpy(), expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            plain.vector_D.numpy(), [whole] * 5 if which == "per-slot" else whole, rtol=1e-5, atol=1e-6
+        )
+    with pytest.raises(UserError, match="s: 3 evidence boxes, but K = 2: evidence_boxes per-slot"):
+        prototypes([trail], prompts[:1], visual, "per-slot", 2)
+    (without,) = prototypes([sample()], [prompt()], visual, "per-slot", 5)
+    assert without.vector_D.shape == (5, D) and not without.vector_D.any()
 
 
 def test_a_thumbnail_counts_only_without_a_region() -> None:
@@ -232,3 +264,5 @@ def test_padding() -> None:
     assert vectors[..., 0].tolist() == [[1, 2, 0], [0, 0, 0], [3, 0, 0]]
     vectors, valid = pad([[], []], 0, D)
     assert vectors.shape == (2, 1, D) and not bool(valid.any())
+    vectors, valid = pad([[torch.ones(4, D)], []], 2, 4, D)
+    assert vectors.shape == (2, 2, 4, D) and valid.tolist() == [[True, False], [False, False]]

@@ -146,6 +146,34 @@ def test_uniform_endpoint_ignores_the_contrast() -> None:
     torch.testing.assert_close(credit.mass_matched(gamma, 1.0), credit.mass_matched_uniform(gamma))
 
 
+def test_normalised_credit_has_mass_one_and_the_weights_that_of_uniform_routing() -> None:
+    """By hand; the second example has no credit. Any eta: the mass is that of uniform routing, which is 1."""
+    gamma = torch.tensor([[0.0, 1e-6, 3e-6, 0.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    shares = credit.normalised(gamma)
+    assert shares.tolist() == [pytest.approx([0, 0.25, 0.75, 0]), pytest.approx([0.25] * 4)]
+    uniform = credit.weights(gamma, 1.0)
+    for eta in (0.0, 0.3, 1.0):
+        w = credit.weights(shares, eta)
+        assert w[0].tolist() == pytest.approx([eta / 4 + (1 - eta) * share for share in (0, 0.25, 0.75, 0)])
+        assert w.sum(-1).tolist() == pytest.approx([1, 1]) and uniform.sum(-1).tolist() == pytest.approx([1, 1])
+        assert credit.unassigned_weight(shares, eta).tolist() == pytest.approx([0, 0], abs=1e-12)
+    # The paper's credit of this size leaves nearly nothing but the floor.
+    assert credit.weights(gamma, 0.3).sum(-1).tolist() == pytest.approx([0.3, 0.3], abs=1e-5)
+
+
+def test_normalised_credit_passes_gradients_where_there_is_credit() -> None:
+    gamma = torch.tensor([[0.2, 0.1, 0.4]], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(credit.normalised, (gamma,))
+    none = torch.zeros(1, 3, requires_grad=True)
+    credit.normalised(none).square().sum().backward()
+    assert none.grad is not None and none.grad.tolist() == [[0, 0, 0]]
+
+
+def test_spread_says_how_far_weights_are_from_uniform() -> None:
+    w = torch.tensor([[2.0, 2, 2, 2], [0, 0, 3, 0], [0, 0, 0, 0], [1, 3, 2, 2]])
+    assert credit.spread(w).tolist() == pytest.approx([0, 0.75, 0, 0.125])
+
+
 def test_mass_matched_is_undefined_without_a_uniform_part() -> None:
     with pytest.raises(ValueError, match="eta > 0"):
         credit.mass_matched(torch.rand(B, K), 0.0)
@@ -159,7 +187,7 @@ def test_eta_must_lie_in_the_unit_interval(eta: float) -> None:
 
 
 def test_no_slots_no_weights() -> None:
-    for call in (lambda g: credit.weights(g, 0.3), credit.mass_matched_uniform):
+    for call in (lambda g: credit.weights(g, 0.3), credit.mass_matched_uniform, credit.normalised):
         with pytest.raises(ValueError, match="K = 0"):
             call(torch.zeros(B, 0))
 

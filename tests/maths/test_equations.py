@@ -116,9 +116,9 @@ def test_only_the_undetached_arm_keeps_the_gradient_of_the_weights(
     seen: list[bool] = []
     original = evidence.weighted
 
-    def spy(losses_BK: Any, weights_BK: Any, detach: bool = True) -> Any:
+    def spy(losses_BK: Any, weights_BK: Any, detach: bool = True, **more: Any) -> Any:
         seen.append(detach)
-        return original(losses_BK, weights_BK, detach)
+        return original(losses_BK, weights_BK, detach, **more)
 
     monkeypatch.setattr(evidence, "weighted", spy)
     for method in ("realvr", "undetached"):

@@ -107,6 +107,31 @@ def test_margin_is_positive_minus_hardest_negative() -> None:
         assert got[b].tolist() == pytest.approx(want, abs=1e-12)
 
 
+def test_each_latent_may_have_prototypes_of_its_own() -> None:
+    """Latent t against the t-th positive and the t-th of each negative. A zero vector undefines that latent alone."""
+    z, _, _, weights = batch()
+    positive, negatives = normal(B, K, D, seed=7), normal(B, M, K, D, seed=8)
+    valid = torch.ones(B, M, dtype=torch.bool)
+    valid[0, 1:], positive[1, 2], negatives[2, :, 0] = False, 0, 0
+    got = evidence.margin(z, positive, negatives, valid)
+    assert evidence.defined(positive, negatives, valid).tolist() == [
+        [not (b == 1 and t == 2) and not (b == 2 and t == 0) for t in range(K)] for b in range(B)
+    ]
+    total = [0.0] * B
+    for b in range(B):
+        for t in range(K):
+            kept = [negatives[b, m, t].tolist() for m in range(M) if valid[b, m] and negatives[b, m, t].any()]
+            there = kept and positive[b, t].any()
+            (want,) = slow_margin([z[b, t].tolist()], positive[b, t].tolist(), kept) if there else (0.0,)
+            assert got[b, t].item() == pytest.approx(want, abs=1e-12)
+            total[b] += weights[b, t].item() * max(0.5 - want, 0) if there else 0
+    assert evidence.loss(z, positive, negatives, weights, 0.5, valid).tolist() == pytest.approx(total)
+    same = batch()[1]
+    repeated = same[:, None].expand(B, K, D)
+    for loss in (evidence.alignment_loss, lambda *given: evidence.positive_loss(*given, 0.5)):
+        torch.testing.assert_close(loss(z, repeated, weights), loss(z, same, weights), rtol=0, atol=0)
+
+
 def test_margin_ignores_invalid_and_zero_negatives() -> None:
     z, positive, negatives, _ = batch()
     valid = torch.rand(B, M, generator=torch.Generator().manual_seed(3)) < 0.5

@@ -27,7 +27,7 @@ from realvr.training.method import METHODS as TRAINED
 
 pytest.importorskip("math_verify", reason="math-verify judges free answers (pip install math-verify)")
 import batch_oracle
-from batch_oracle import METHODS, Json, Oracle
+from batch_oracle import METHODS, Json, Oracle, Prototype
 
 K, BATCH, GROUP, NEGATIVES = stage_runs.LATENTS, 4, 5, 6
 PICTURES = {"a.png": (84, 56), "b.png": (200, 40), "c.png": (63, 130), "d.png": (57, 60), "e.png": (120, 120)}
@@ -176,10 +176,10 @@ class Bench:
             found.append({"completions": groups, "latents": latents, "temperature": 1.0})
         return found
 
-    def batch(self, step: int, task: Any) -> list[Any]:
-        """What the training code makes of them."""
+    def batch(self, step: int, task: Any, **known: Any) -> list[Any]:
+        """What the training code makes of them. ``known`` stands in for parts of the state before the step."""
         state = self.states[step] | {"rollouts": self.rollouts(step, task), "after": self.states[step + 1]}
-        task.load_state_dict(state)
+        task.load_state_dict(state | known)
         micro = task.collect(1).microbatches
         assert [name for part in micro for name in part.names] == self.names[step]
         return micro
@@ -230,9 +230,10 @@ def check_batch(
     earlier: list[Json],
     micro: list[Any],
     weights: tuple[float, float] = (1.0, 1.0),
+    which: str = "all",
 ) -> None:
     """Everything that enters the batch for these rows and replies; the bank holds the prototypes of ``earlier``."""
-    own, bank = ([oracle.prototype(row) for row in some] for some in (rows, earlier))
+    own, bank = ([evidence(oracle, row, which) for row in some] for some in (rows, earlier))
     for place, row, part, b in places(rows, micro):
         expected = batch_oracle.advantages(batch_oracle.rewards(texts[place], row, weights))
         np.testing.assert_allclose(part.advantages_BG[b].numpy(), expected, rtol=1e-5, atol=1e-6, err_msg=row["id"])
@@ -252,11 +253,25 @@ def check_batch(
         assert part.prompts_total == len(rows)
 
 
-def check_step(bench: Bench, step: int, micro: list[Any], weights: tuple[float, float] = (1.0, 1.0)) -> None:
+def evidence(oracle: Oracle, row: Json, which: str) -> Prototype:
+    """``p`` of all boxes of a row, of its last, or of each latent's own."""
+    given = row.get("boxes") or []
+    if which == "all" or not given:
+        found = oracle.prototype(row)
+        return found if which != "per-slot" else Prototype(np.stack([found.vector] * K), found.pictures)
+    if which == "last":
+        return oracle.prototype(row | {"boxes": given[-1:]})
+    each = [oracle.prototype(row | {"boxes": [given[t] if t < len(given) else given[-1]]}) for t in range(K)]
+    return Prototype(np.stack([one.vector for one in each]), each[0].pictures)
+
+
+def check_step(
+    bench: Bench, step: int, micro: list[Any], weights: tuple[float, float] = (1.0, 1.0), which: str = "all"
+) -> None:
     rows = bench.rows(step)
     earlier = [row for before in range(step) for row in bench.rows(before)]
     assert all(part.valid_BM.shape[1] == NEGATIVES for part in micro)
-    check_batch(bench.oracle, rows, [TEXTS[row["id"]] for row in rows], earlier, micro, weights)
+    check_batch(bench.oracle, rows, [TEXTS[row["id"]] for row in rows], earlier, micro, weights, which)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -272,6 +287,15 @@ def test_the_batch_is_the_oracles(bench: Bench, method: str, tmp_path: Path) -> 
 def test_other_reward_weights(bench: Bench, tmp_path: Path) -> None:
     task = bench.task("realvr", tmp_path, rewards={"accuracy": 2.0, "format": 0.5})
     check_step(bench, 1, bench.batch(1, task), (2.0, 0.5))
+
+
+@pytest.mark.parametrize("which", ["last", "per-slot"])
+def test_other_boxes_as_evidence(bench: Bench, which: str, tmp_path: Path) -> None:
+    """Positives and negatives alike; every step meets rows with several boxes, and the bank holds what came before."""
+    task = bench.task("realvr", tmp_path, evidence_boxes=which)
+    for step in range(len(bench.names)):
+        micro = bench.batch(step, task, bank=task.bank.state_dict())  # of the earlier steps, with such evidence too
+        check_step(bench, step, micro, which=which)
 
 
 def test_replies_that_were_really_sampled(trained: Path, data: Path, tmp_path: Path) -> None:

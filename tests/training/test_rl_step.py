@@ -66,6 +66,7 @@ VARIANTS: dict[str, ReaLVRConfig] = {
     "dr_grpo": configured(reduction="dr_grpo", max_new=7),
     "bnpo, wide upper clip": configured(reduction="bnpo", clip=0.1, clip_high=0.3, temperature=1.3),
     "kl": configured(beta=0.4, reduction="bnpo"),
+    "normalised": configured(credit="normalised"),
 }
 ONE_FAMILY = pytest.mark.parametrize("family", ["gemma3"], indirect=True)  # windows, two-way images, tied embeddings
 
@@ -181,7 +182,7 @@ def our_batch(pair: Pair, data: Data, options: ReaLVRConfig, step: Data | None =
     answers, answers_real = padded([e.answers for e in examples])
     content, _ = padded([e.content for e in examples])
     _, step_real = padded([e.completions for e in whole])
-    negatives = torch.zeros(len(examples), M, backbone.width, dtype=torch.float64, device=DEVICE)
+    negatives = torch.zeros(len(examples), M, *examples[0].positive.shape, dtype=torch.float64, device=DEVICE)
     valid = torch.zeros(len(examples), M, dtype=torch.bool, device=DEVICE)
     for b, example in enumerate(examples):
         for m, negative in enumerate(example.negatives):
@@ -259,6 +260,18 @@ def test_equals_the_naive_reference(exact: Pair, data: Data, variant: str) -> No
         assert all(float(term) > 1e-3 for term in expected.terms)
         used = [float(g.norm()) > 0 for g in gradients(exact.stock, right(exact, data, configured()).loss).values()]
         assert sum(used) > 0.9 * len(used), "the loss must reach (nearly) every decoder parameter"
+
+
+@ONE_FAMILY
+@pytest.mark.parametrize("changes", [{"credit": "normalised", "detach": False}, {"objective": "hinge-positive"}])
+def test_each_latent_against_a_prototype_of_its_own(exact: Pair, data: Data, changes: dict[str, Any]) -> None:
+    """Positives and negatives of shape (K, D): latent t is held against the t-th of each."""
+    for row, example in enumerate(data.examples):
+        own = torch.stack([example.positive, *normal(K - 1, exact.ours.width, seed=50 + row)])
+        others = list(normal(len(example.negatives), K, exact.ours.width, seed=55 + row))
+        data = data.with_evidence(row, positive=own, negatives=others)
+    expected = check(exact, data, configured(**changes))
+    assert all(float(term) > 1e-3 for term in expected.terms)
 
 
 @pytest.mark.parametrize("family", ["qwen3-vl-moe"], indirect=True)
@@ -601,6 +614,7 @@ def test_metrics(exact: Pair, data: Data) -> None:
     margins = [slot[0] - max(slot[1:]) for prompt in cosines for slot in prompt]
     norms = [float(z.norm()) for latents in expected.latents for z in latents]
     adjacent = [float(naive.cosine(z[t], z[t + 1])) for z in expected.latents for t in range(K - 1)]
+    shares = [[float(w / weights.sum()) for w in weights] for weights in expected.weights]
     by_hand = {
         "loss": float(expected.loss),
         "loss/policy": float(expected.policy),
@@ -614,6 +628,7 @@ def test_metrics(exact: Pair, data: Data) -> None:
         "evidence/undefined": 0.0,
         "evidence/credit_mass": sum(float(gamma.sum()) for gamma in expected.credit) / 2,
         "evidence/unassigned_weight": sum((1 - 0.3) * (1 - float(gamma.sum())) for gamma in expected.credit) / 2,
+        "evidence/weight_spread": sum(abs(share - 1 / K) for one in shares for share in one) / 2 / 2,
         "evidence/readout_mass": sum(float(r[0].sum()) for r in expected.readouts) / 2,
         "evidence/has_wrong_answer": 0.5,
         "evidence/negatives_used": sum(NEGATIVES) / 2,

@@ -12,6 +12,7 @@ import torch
 
 import stage_rewards
 from realvr.backbone import Backbone
+from realvr.data.sample import Box
 from realvr.errors import UserError
 from realvr.training import loop
 from realvr.training.dropping import TOO_LONG
@@ -48,6 +49,21 @@ def test_one_image_per_batch_takes_negatives_from_the_bank(trained: Path, data: 
     assert column(found, "evidence/undefined") == [1, 0, 0, 0]
     assert found[0]["loss"] == 0 and found[0]["grad_norm"] == 0 and found[0]["evidence/margin"] is None
     assert all(line["loss/evidence"] > 0 and line["grad_norm"] > 0 for line in found[1:])
+
+
+def test_a_latent_for_each_box_needs_enough_latents(trained: Path, tmp_path: Path) -> None:
+    """Found before the model is read; a run with enough of them trains, with all weight assigned."""
+    rows = world(4)
+    corners = [(0.0, 0.0, 0.3, 0.3), (0.5, 0.0, 1.0, 0.3), (0.5, 0.5, 1.0, 1.0), (0.0, 0.5, 0.3, 1.0)]
+    long = dataclasses.replace(rows[2], boxes=[Box(0, corner) for corner in corners])
+    asked = {"evidence_boxes": "per-slot", "credit": "normalised"}
+    raw = configure("rl", trained, write([*rows[:2], long], tmp_path / "long"), tmp_path / "a", **asked)
+    with pytest.raises(UserError, match=r"data.jsonl.*: 4 evidence boxes, but K = 3: .*; take last or all"):
+        make("rl", raw)
+    make("rl", raw | {"method": "lvr-rl", "run": {"out": str(tmp_path / "b")}})  # no evidence loss, no matter
+    short = dataclasses.replace(long, boxes=long.boxes[:3])
+    (line,) = run("rl", configure("rl", trained, write([*rows, short], tmp_path / "short"), tmp_path / "c", **asked))
+    assert line["loss/evidence"] > 0 and line["evidence/unassigned_weight"] == pytest.approx(0, abs=1e-6)
 
 
 def test_the_same_image_is_never_its_own_negative(trained: Path, tmp_path: Path) -> None:

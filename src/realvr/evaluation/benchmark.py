@@ -151,7 +151,7 @@ class Benchmark:
         return replace(options, variant=variant)
 
     @classmethod
-    def stratum(cls, sample: Sample) -> Hashable:
+    def stratum(cls, sample: Sample) -> tuple[Hashable, ...]:
         """Questions of one kind: ``--limit`` takes some of every stratum."""
         return (sample.task, sample.category, sample.tags.get("subtask", ""))
 

@@ -2,7 +2,8 @@
 
 Departures from the paper: the bank. A batch that cannot offer enough distinct images is topped up from a
 first-in-first-out bank of recent prototypes, so that one prompt on one device still works. Sampling depends on (seed,
-step, sample), never on the rank, so any split of the same global batch draws the same negatives.
+step, sample), never on the rank, so any split of the same global batch draws the same negatives. Off by default:
+evidence that is not all of a sample's boxes (`Evidence`).
 """
 
 from __future__ import annotations
@@ -11,23 +12,29 @@ import hashlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from realvr.backbone.backbone import VisualTokens
 from realvr.backbone.types import Prompt
-from realvr.data.boxes import evidence_masks, prompt_boxes
-from realvr.data.sample import Sample
+from realvr.data.boxes import clip_box, evidence_masks, prompt_boxes
+from realvr.data.sample import Box, Sample
+from realvr.errors import UserError
+from realvr.imaging.types import Grid
 from realvr.maths import evidence
+
+Evidence = Literal["all", "last", "per-slot"]
+"""Which of a sample's ordered boxes are evidence: their union (the paper), the last alone, or box t for latent t, the
+last repeated."""
 
 
 @dataclass(frozen=True)
 class Prototype:
     """``p`` of one prompt, with its pictures: prompts on the same picture are no negatives of each other."""
 
-    vector_D: Tensor  # float32, CPU
+    vector_D: Tensor  # float32, CPU; (K, D) with one a latent
     pictures: frozenset[str]
     """By `picture_hash`: neither the file nor the resolution at which the model reads a picture makes it another."""
 
@@ -37,20 +44,49 @@ def pictures_of(prompt: Prompt) -> frozenset[str]:
     return frozenset(image.picture for image in prompt.images)
 
 
-def prototypes(samples: Sequence[Sample], prompts: Sequence[Prompt], visual: VisualTokens) -> list[Prototype]:
-    """``p+`` of each prompt: masked mean of its frozen visual tokens over the evidence (all of them without boxes)."""
+def prototypes(
+    samples: Sequence[Sample],
+    prompts: Sequence[Prompt],
+    visual: VisualTokens,
+    which: Evidence = "all",
+    latents: int = 0,
+) -> list[Prototype]:
+    """``p+`` of each prompt: masked mean of its frozen visual tokens over the evidence (all of them without boxes).
+
+    ``which`` boxes are evidence; ``per-slot`` gives one prototype for each of ``latents``.
+    """
     tokens = list(visual.per_image())
     found = []
     for sample, prompt in zip(samples, prompts, strict=True):
         own, tokens = tokens[: len(prompt.images)], tokens[len(prompt.images) :]
-        if not own:
-            found.append(Prototype(torch.zeros(visual.features_ND.shape[-1]), frozenset()))
-            continue
-        masks = evidence_masks(prompt_boxes(sample), [image.grid for image in prompt.images])
-        mask_N = torch.cat([torch.from_numpy(mask) for mask in masks]).to(own[0].device)
-        pooled = evidence.pool(torch.cat(own).float(), mask_N)
-        found.append(Prototype(pooled.cpu(), pictures_of(prompt)))
+        parts = chosen_boxes(sample, which, latents)
+        if own:
+            tokens_ND, grids = torch.cat(own).float(), [image.grid for image in prompt.images]
+            pooled = torch.stack([evidence.pool(tokens_ND, _mask(boxes, grids, tokens_ND.device)) for boxes in parts])
+        else:
+            pooled = torch.zeros(len(parts), visual.features_ND.shape[-1])
+        found.append(Prototype((pooled if which == "per-slot" else pooled[0]).cpu(), pictures_of(prompt)))
     return found
+
+
+def _mask(boxes: Sequence[Box], grids: Sequence[Grid], device: torch.device) -> Tensor:
+    return torch.cat([torch.from_numpy(mask) for mask in evidence_masks(boxes, grids)]).to(device)
+
+
+def chosen_boxes(sample: Sample, which: Evidence, latents: int) -> list[list[Box]]:
+    """The boxes of each prototype of a sample: one prototype, or one for each latent. No box: the whole image.
+
+    A box without area is no evidence. More boxes than latents are an error where each latent has its own.
+    """
+    boxes = [box for box in prompt_boxes(sample) if clip_box(box.xyxy) is not None]
+    if which != "per-slot":
+        return [boxes if which == "all" else boxes[-1:]]
+    if len(boxes) > latents:
+        raise UserError(
+            f"{sample.source or sample.id}: {len(boxes)} evidence boxes, but K = {latents}: evidence_boxes per-slot "
+            "holds each latent against a box of its own; take last or all, or a model with more latents"
+        )
+    return [boxes[t : t + 1] or boxes[-1:] for t in range(latents)]
 
 
 class NegativeBank:
@@ -102,9 +138,9 @@ def sample_negatives(
     return chosen
 
 
-def pad(negatives: Sequence[Sequence[Tensor]], count: int, width: int) -> tuple[Tensor, Tensor]:
-    """(B, M, D) and which are real (B, M)."""
-    vectors = torch.zeros(len(negatives), max(count, 1), width)
+def pad(negatives: Sequence[Sequence[Tensor]], count: int, *size: int) -> tuple[Tensor, Tensor]:
+    """(B, M, D) and which are real (B, M). ``size`` is that of a prototype: D, or K and D."""
+    vectors = torch.zeros(len(negatives), max(count, 1), *size)
     valid = torch.zeros(len(negatives), max(count, 1), dtype=torch.bool)
     for row, items in enumerate(negatives):
         for column, item in enumerate(items):

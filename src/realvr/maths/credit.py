@@ -11,6 +11,8 @@ Departures from the paper, and what it leaves open:
 * Layers whose attention cannot reach the latents (a sliding window that has passed them) count in the mean with
   zeros: the paper averages over decoder layers, without exceptions.
 * Without a wrong answer the contrast is zero, but raw attention still routes by ``r_t^+``: it uses no wrong answer.
+* ``normalised`` is ours and off by default. Attention from an answer to K slots, averaged over layers and heads, is a
+  few percent, and the contrast of two such readouts far less: ``gamma`` may be too small to move ``w_t`` off its floor.
 """
 
 from __future__ import annotations
@@ -58,6 +60,16 @@ def raw(r_pos_BK: Tensor) -> Tensor:
     return at_least_float32(r_pos_BK)
 
 
+def normalised(gamma_BK: Tensor) -> Tensor:
+    """``gamma_t / sum_s gamma_s`` (B, K), and 1 / K in an example without credit. Ours.
+
+    Each example then has the credit mass 1, and its weights sum to 1 whatever ``eta`` is, as those of uniform routing.
+    """
+    gamma = at_least_float32(gamma_BK)
+    total_B1 = gamma.sum(-1, keepdim=True)
+    return torch.where(total_B1 > 0, safe_divide(gamma, total_B1), torch.full_like(gamma, _share(1.0, gamma)))
+
+
 def unassigned(gamma_BK: Tensor) -> Tensor:
     """``gamma_0 = 1 - sum_t gamma_t`` (B,): mass that no slot received. For the records only."""
     return 1 - at_least_float32(gamma_BK).sum(-1)
@@ -72,6 +84,14 @@ def unassigned_weight(gamma_BK: Tensor, eta: float) -> Tensor:
     """``w_0 = (1 - eta) gamma_0`` (B,): what is missing from ``sum_t w_t = 1``. For the records only."""
     _share(eta, gamma_BK)
     return (1 - eta) * unassigned(gamma_BK)
+
+
+def spread(w_BK: Tensor) -> Tensor:
+    """How far weights are from uniform (B,): half of ``sum_t |w_t / sum_s w_s - 1 / K|``. 0: all the same, or all zero;
+    ``1 - 1 / K``: all on one slot. For the records only."""
+    w = at_least_float32(w_BK)
+    total_B1 = w.sum(-1, keepdim=True)
+    return masked((safe_divide(w, total_B1) - _share(1.0, w)).abs().sum(-1) / 2, total_B1[..., 0] > 0)
 
 
 def mass_matched(gamma_BK: Tensor, eta: float) -> Tensor:

@@ -15,6 +15,8 @@ Departures from the paper, and what it leaves open:
   for the maximum share its gradient equally, so the loss does not depend on their order.
 * "No negatives" is called a plain cosine alignment in tab:mablation and a hinge in eq:where-what-losses. Both are here:
   ``positive_loss`` (hinge) and ``alignment_loss`` (1 - cos).
+* The paper has one ``p+`` for all latents of an example. Everywhere below there may also be one for each latent: ``p+``
+  as (B, K, D), negatives as (B, M, K, D), the t-th of each against latent t. Ours, and off by default.
 """
 
 from __future__ import annotations
@@ -64,17 +66,27 @@ def unit(vectors: Tensor) -> Tensor:
 
 def similarity(z_BKD: Tensor, prototype_BD: Tensor) -> Tensor:
     """Cosine (B, K) of each latent with its example's prototype; 0 where either is zero."""
-    return (unit(z_BKD) * unit(prototype_BD)[:, None]).sum(-1)
+    prototype_BKD = prototype_BD if prototype_BD.dim() == 3 else prototype_BD[:, None]
+    return (unit(z_BKD) * unit(prototype_BKD)).sum(-1)
 
 
 def usable(negatives_BMD: Tensor, valid_BM: Tensor | None = None) -> Tensor:
-    """Negatives that count (B, M): marked valid (all of them by default) and not zero."""
-    return nonzero(negatives_BMD) if valid_BM is None else valid_BM.bool() & nonzero(negatives_BMD)
+    """Negatives that count: marked valid (all of them by default) and not zero. (B, M), or (B, M, K) with one a
+    latent."""
+    counts = nonzero(negatives_BMD)
+    if valid_BM is None:
+        return counts
+    return (valid_BM.bool() if counts.dim() == 2 else valid_BM.bool()[..., None]) & counts
 
 
 def defined(positive_BD: Tensor, negatives_BMD: Tensor, valid_BM: Tensor | None = None) -> Tensor:
-    """Examples (B,) that have a margin: a nonzero ``p+`` and at least one usable negative."""
-    return nonzero(positive_BD) & usable(negatives_BMD, valid_BM).any(-1)
+    """What has a margin: a nonzero ``p+`` and at least one usable negative. Examples (B,), or their latents (B, K)."""
+    return nonzero(positive_BD) & usable(negatives_BMD, valid_BM).any(1)
+
+
+def of_latents(values_B: Tensor) -> Tensor:
+    """Values of examples (B,) as those of their latents, (B, 1); values of latents (B, K) stay as they are."""
+    return values_B if values_B.dim() == 2 else values_B[:, None]
 
 
 def hardest(z_BKD: Tensor, negatives_BMD: Tensor, valid_BM: Tensor | None = None) -> Tensor:
@@ -84,12 +96,15 @@ def hardest(z_BKD: Tensor, negatives_BMD: Tensor, valid_BM: Tensor | None = None
     """
     z = unit(z_BKD)
     counts = usable(negatives_BMD, valid_BM)
-    if counts.shape[-1] == 0:
+    if counts.shape[1] == 0:
         return z.sum(-1) * 0
-    cosine_BKM = (z[:, :, None] * unit(negatives_BMD)[:, None]).sum(-1)
+    own = negatives_BMD.dim() == 4  # one a latent: to (B, K, M, D); else the same for all latents: (B, 1, M, D)
+    negatives_BKMD = unit(negatives_BMD).transpose(1, 2) if own else unit(negatives_BMD)[:, None]
+    counts_BKM = counts.transpose(1, 2) if own else counts[:, None]
+    cosine_BKM = (z[:, :, None] * negatives_BKMD).sum(-1)
     # -2 is below every cosine and finite, unlike -inf, whose difference with anything would poison the gradient.
-    best = torch.where(counts[:, None], cosine_BKM, cosine_BKM.new_tensor(-2.0)).amax(-1)
-    return masked(best, counts.any(-1, keepdim=True))
+    best = torch.where(counts_BKM, cosine_BKM, cosine_BKM.new_tensor(-2.0)).amax(-1)
+    return masked(best, counts_BKM.any(-1))
 
 
 def margin(z_BKD: Tensor, positive_BD: Tensor, negatives_BMD: Tensor, valid_BM: Tensor | None = None) -> Tensor:
@@ -99,7 +114,7 @@ def margin(z_BKD: Tensor, positive_BD: Tensor, negatives_BMD: Tensor, valid_BM: 
     ``defined`` is false get 0, connected to the graph.
     """
     g_BK = similarity(z_BKD, positive_BD) - hardest(z_BKD, negatives_BMD, valid_BM)
-    return masked(g_BK, defined(positive_BD, negatives_BMD, valid_BM)[:, None])
+    return masked(g_BK, of_latents(defined(positive_BD, negatives_BMD, valid_BM)))
 
 
 _margin = margin  # ``loss`` has a parameter of that name
@@ -113,11 +128,13 @@ def violation(score_BK: Tensor, margin: float) -> Tensor:
     return torch.relu(margin - at_least_float32(score_BK))
 
 
-def weighted(losses_BK: Tensor, weights_BK: Tensor, detach: bool = True) -> Tensor:
-    """``sum_t sg(w_t) l_t`` (B,). ``detach=False`` drops the stop-gradient: the undetached ablation."""
+def weighted(losses_BK: Tensor, weights_BK: Tensor, detach: bool = True, counts: Tensor | None = None) -> Tensor:
+    """``sum_t sg(w_t) l_t`` (B,). ``detach=False`` drops the stop-gradient: the undetached ablation. Examples (B,) or
+    latents (B, K) that do not count contribute exactly zero."""
     if losses_BK.shape != weights_BK.shape:
         raise ValueError(f"weights {tuple(weights_BK.shape)} do not fit losses {tuple(losses_BK.shape)}")
-    return ((at_least_float32(weights_BK.detach() if detach else weights_BK)) * losses_BK).sum(-1)
+    each_BK = at_least_float32(weights_BK.detach() if detach else weights_BK) * losses_BK
+    return (each_BK if counts is None else masked(each_BK, of_latents(counts))).sum(-1)
 
 
 def loss(
@@ -136,8 +153,7 @@ def loss(
     """
     positive, negatives = positive_BD.detach(), negatives_BMD.detach()
     violation_BK = violation(_margin(z_BKD, positive, negatives, valid_BM), margin)
-    total_B = weighted(violation_BK, weights_BK, detach)
-    return masked(total_B, defined(positive, negatives, valid_BM))
+    return weighted(violation_BK, weights_BK, detach, counts=defined(positive, negatives, valid_BM))
 
 
 def positive_loss(
@@ -145,15 +161,13 @@ def positive_loss(
 ) -> Tensor:
     """Positive-only hinge of each example (B,): ``sum_t sg(w_t) [m - cos(z_t, p+)]+``; zero where ``p+`` is zero."""
     positive = positive_BD.detach()
-    total_B = weighted(violation(similarity(z_BKD, positive), margin), weights_BK, detach)
-    return masked(total_B, nonzero(positive))
+    return weighted(violation(similarity(z_BKD, positive), margin), weights_BK, detach, counts=nonzero(positive))
 
 
 def alignment_loss(z_BKD: Tensor, positive_BD: Tensor, weights_BK: Tensor, *, detach: bool = True) -> Tensor:
     """Plain alignment of each example (B,): ``sum_t sg(w_t) (1 - cos(z_t, p+))``; zero where ``p+`` is zero."""
     positive = positive_BD.detach()
-    total_B = weighted(1 - similarity(z_BKD, positive), weights_BK, detach)
-    return masked(total_B, nonzero(positive))
+    return weighted(1 - similarity(z_BKD, positive), weights_BK, detach, counts=nonzero(positive))
 
 
 def batch_mean(losses_B: Tensor, examples: Tensor | float | None = None) -> Tensor:

@@ -216,6 +216,10 @@ STAGE2_METRICS = metrics(
         "reward/accuracy": ("Accuracy reward", "mean over completions, before its weight"),
         "reward/format": ("Format reward", "mean over completions, before its weight"),
         "evidence/credit_mass": ("Credit mass Σγ", "sum of the credit over the latents of a prompt"),
+        "evidence/weight_spread": (
+            "Spread of the weights",
+            "distance of the latents' weights from uniform, 0 to 1 − 1/K",
+        ),
         "loss/policy": ("Policy loss", "clipped objective with its KL"),
         "loss/evidence": ("Evidence loss", "before lambda_ev"),
         "groups/without_variance": ("Groups without variance", "share of groups whose rewards are all equal"),

@@ -33,8 +33,8 @@ class RlBatch:
     old_logp_BGS: Tensor
     advantages_BG: Tensor
     policy_denominator: Tensor  # of the whole optimizer step
-    positive_BD: Tensor
-    negatives_BMD: Tensor
+    positive_BD: Tensor  # (B, K, D) with a prototype for each latent
+    negatives_BMD: Tensor  # (B, M, K, D) likewise
     valid_BM: Tensor
     answers_BYS: Tensor  # Fmt(y*) first, then the wrong answers; padded
     answers_real_BYS: Tensor

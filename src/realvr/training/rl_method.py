@@ -159,13 +159,14 @@ class RolloutMethod(Method[RlSettings, RC, RlBatch]):
     def negatives(
         self, prompts: PromptBatch, everyone: Sequence[Prototype], count: int, step: int
     ) -> tuple[Tensor, Tensor]:
-        """Prototypes of other pictures for each prompt (B, M, D), and which are real (B, M)."""
+        """Prototypes of other pictures for each prompt (B, M, D), or (B, M, K, D) with one a latent; and which are real
+        (B, M)."""
         seed, bank = self.settings.run.seed, list(self.bank.items)
         chosen = [
             prototypes.sample_negatives(prompts.place + i, everyone, bank, count, seed, step, sample.id)
             for i, sample in enumerate(prompts.samples)
         ]
-        return prototypes.pad(chosen, count, self.backbone.width)
+        return prototypes.pad(chosen, count, *everyone[0].vector_D.shape)
 
     def normalise(self, batches: Sequence[RlBatch]) -> None:
         """Give each microbatch the denominator of the whole step."""

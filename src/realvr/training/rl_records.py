@@ -83,20 +83,20 @@ def policy_metrics(b: RlBatch, logp: Tensor, entropy: Tensor, clip: float, clip_
 def evidence_metrics(b: RlBatch, z_BKD: Tensor, r_pos: Tensor, gamma: Tensor, objective: str, margin: float) -> Metrics:
     """What one needs to trust the evidence term."""
     positive, negatives, valid = b.positive_BD, b.negatives_BMD, b.valid_BM
-    defined = evidence.defined(positive, negatives, valid)[:, None].expand(-1, z_BKD.shape[1])
+    defined = evidence.of_latents(evidence.defined(positive, negatives, valid)).expand(-1, z_BKD.shape[1])
     g_BK = evidence.margin(z_BKD, positive, negatives, valid)
     cosine_BK = evidence.similarity(z_BKD, positive)
     # Positive-only arms have no use for negatives: their score is the cosine, and it needs p+ alone.
     contrast = objective == "contrast"
     score_BK = g_BK if contrast else cosine_BK
     goal = 1.0 if objective == "align" else margin  # where the loss reaches zero
-    own = defined if contrast else evidence.nonzero(positive)[:, None].expand_as(cosine_BK)
+    own = defined if contrast else evidence.of_latents(evidence.nonzero(positive)).expand_as(cosine_BK)
     metrics: Metrics = {
         "evidence/margin": mean(g_BK, defined),
         "evidence/cos_positive": mean(cosine_BK, own),
         "evidence/cos_hardest_negative": mean(evidence.hardest(z_BKD, negatives, valid), defined),
         "evidence/active_hinge": mean((score_BK < goal).float(), own),
-        "evidence/undefined": mean((~own[:, 0]).float()),
+        "evidence/undefined": mean((~own.any(-1)).float()),
         "evidence/credit_mass": mean(gamma.sum(-1)),
         "evidence/readout_mass": mean(r_pos.sum(-1)),
         "evidence/has_wrong_answer": mean(b.wrong_BY.any(-1).float()),

@@ -52,5 +52,5 @@ class Trails(Benchmark):
     )
 
     @classmethod
-    def stratum(cls, sample: Sample) -> Hashable:
+    def stratum(cls, sample: Sample) -> tuple[Hashable, ...]:
         return (*super().stratum(sample), sample.tags.get("kind", ""), sample.tags.get("arrows", ""))

@@ -10,7 +10,8 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from realvr.backbone.backbone import Backbone
-from realvr.latent.prototypes import prototypes
+from realvr.backbone.loading import trained_latents
+from realvr.latent.prototypes import Evidence, chosen_boxes, prototypes
 from realvr.latent.recurrence import regenerate
 from realvr.latent.span import prefill, score, splice
 from realvr.latent.state import State
@@ -21,10 +22,12 @@ from realvr.training.rl_batch import RlBatch, Rolled, correct_and_wrong, rl_batc
 from realvr.training.rl_method import RolloutConfig, RolloutMethod
 from realvr.training.rl_records import evidence_metrics, mean, policy_metrics
 from realvr.training.settings import RlSettings
-from realvr.training.task import Collected, Metrics
+from realvr.training.sources import TrainingData
+from realvr.training.task import Collected, Metrics, Ranks
 
 Routing = Literal["selective", "raw", "uniform"]
 Objective = Literal["contrast", "hinge-positive", "align"]
+Credit = Literal["paper", "normalised"]
 
 
 class ReaLVRConfig(RolloutConfig):
@@ -42,6 +45,12 @@ class ReaLVRConfig(RolloutConfig):
     """Recent prototypes kept to top up a batch with too few other images (the paper's batches need none)."""
     routing: Routing = "selective"
     """Credit of a latent: answer contrast, raw attention of the correct answer, or the same for all."""
+    credit: Credit = "paper"
+    """``normalised`` divides the credit of each example by its sum (1/K each where that is 0), so that weights sum to 1
+    as those of uniform routing. Ours; without effect where routing is uniform."""
+    evidence_boxes: Evidence = "all"
+    """Which of a sample's ordered boxes are evidence: their union, the ``last`` alone, or ``per-slot``: box t for
+    latent t, the last repeated, against box t of other pictures. The last two are ours."""
     objective: Objective = "contrast"
     """Margin over the hardest negative, the same hinge without negatives, or plain 1 - cos."""
     mass_matched: bool = False
@@ -78,6 +87,22 @@ class _Evidence(RolloutMethod[ReaLVRConfig]):
         if isinstance(config, ReaLVRConfig) and config.lambda_ev > 0 and settings.model.latents == 0:
             raise ValueError("an evidence loss (lambda_ev > 0) needs latents: model.latents is 0")
 
+    @classmethod
+    def check_data(cls, settings: RlSettings, data: TrainingData, ranks: Ranks) -> None:
+        """A latent for each box, where each is held against one of its own."""
+        config = settings.method
+        if isinstance(config, ReaLVRConfig) and config.lambda_ev and config.evidence_boxes == "per-slot":
+            asked = settings.model.latents
+            latents = (trained_latents(settings.model.path) or 0) if asked is None else asked
+            for name, samples in data.samples.items():
+                for sample in samples if data.weights[name] else ():
+                    chosen_boxes(sample, config.evidence_boxes, latents)
+
+    @property
+    def which_boxes(self) -> Evidence:
+        """The evidence that prototypes are made of; without an evidence loss it does not matter."""
+        return self.config.evidence_boxes if "evidence" in self.term_names else "all"
+
 
 class ReaLVR(_Evidence):
     """GRPO on the sampled text, and an evidence loss on the model's own latent trajectory (eq:realvr_difference).
@@ -109,7 +134,9 @@ class ReaLVR(_Evidence):
                 visual = self.backbone.encode_images(prompts.images)  # once
                 rollout = self.rollouts.sample(prompts, visual, step)  # G completions behind one latent trajectory
                 rewards = self.score(prompts, rollout.completions)
-                positive = prototypes(prompts.samples, prompts.prompts, visual)  # p+, from the evidence boxes
+                latents = self.backbone.latents
+                # p+, from the evidence boxes
+                positive = prototypes(prompts.samples, prompts.prompts, visual, self.which_boxes, latents)
                 rolled.append(Rolled(prompts, visual, rollout, rewards, positive))
         everyone = self.gather([p for each in rolled for p in each.prototypes])
         batches = [
@@ -149,7 +176,7 @@ class ReaLVR(_Evidence):
         w_BK = slot_weights(gamma_BK, c)
         losses_B = evidence_losses(z_BKD, b, w_BK, c)
         loss = evidence.batch_mean(losses_B, b.prompts_total)
-        yield Term("evidence", c.lambda_ev, loss, b.share, slot_metrics(b, z_BKD, r_BYK, gamma_BK, c))
+        yield Term("evidence", c.lambda_ev, loss, b.share, slot_metrics(b, z_BKD, r_BYK, gamma_BK, w_BK, c))
 
 
 def replay(backbone: Backbone, state: State, b: RlBatch, c: RolloutConfig, forbidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,9 +216,17 @@ def slot_credit(r_BYK: Tensor, wrong_BY: Tensor, c: ReaLVRConfig) -> Tensor:
 
 def slot_weights(gamma_BK: Tensor, c: ReaLVRConfig) -> Tensor:
     """``w``: a floor for every latent, the rest by credit."""
+    if c.mass_matched and c.routing == "uniform":
+        return credit.mass_matched_uniform(gamma_BK)
+    routed_BK = routed_credit(gamma_BK, c)
     if c.mass_matched:
-        return credit.mass_matched_uniform(gamma_BK) if c.routing == "uniform" else credit.mass_matched(gamma_BK, c.eta)
-    return credit.weights(gamma_BK, 1.0 if c.routing == "uniform" else c.eta)
+        return credit.mass_matched(routed_BK, c.eta)
+    return credit.weights(routed_BK, 1.0 if c.routing == "uniform" else c.eta)
+
+
+def routed_credit(gamma_BK: Tensor, c: ReaLVRConfig) -> Tensor:
+    """The credit that decides the weights: as the paper has it, or with the mass 1 in every example."""
+    return credit.normalised(gamma_BK) if c.credit == "normalised" and c.routing != "uniform" else gamma_BK
 
 
 def evidence_losses(z_BKD: Tensor, b: RlBatch, w_BK: Tensor, c: ReaLVRConfig) -> Tensor:
@@ -203,10 +238,12 @@ def evidence_losses(z_BKD: Tensor, b: RlBatch, w_BK: Tensor, c: ReaLVRConfig) ->
     return evidence.alignment_loss(z_BKD, b.positive_BD, w_BK, detach=c.detach)
 
 
-def slot_metrics(b: RlBatch, z_BKD: Tensor, r_BYK: Tensor, gamma_BK: Tensor, c: ReaLVRConfig) -> Metrics:
+def slot_metrics(b: RlBatch, z_BKD: Tensor, r_BYK: Tensor, gamma_BK: Tensor, w_BK: Tensor, c: ReaLVRConfig) -> Metrics:
     """What one needs to trust the evidence term."""
     metrics = evidence_metrics(b, z_BKD, r_BYK[:, 0], gamma_BK, c.objective, c.margin)
+    metrics["evidence/weight_spread"] = mean(credit.spread(w_BK.detach()))
     if not c.mass_matched:  # there the weights always sum to 1
-        unassigned = credit.unassigned_weight(gamma_BK.detach(), 1.0 if c.routing == "uniform" else c.eta)
+        routed_BK = routed_credit(gamma_BK.detach(), c)
+        unassigned = credit.unassigned_weight(routed_BK, 1.0 if c.routing == "uniform" else c.eta)
         metrics["evidence/unassigned_weight"] = mean(unassigned)
     return metrics
