@@ -21,11 +21,11 @@ COLORS = ["red", "blue", "green", "orange"]
 
 @pytest.fixture
 def questions(tmp_path: Path) -> Path:
-    """70 questions on the same shapes of trail as the world draws: 1 to 10 arrows in turn, options, tags."""
+    """200 questions tagged as the world tags them: 1 to 10 arrows in turn, two kinds."""
     made = []
-    for number in range(70):
+    for number in range(200):
         picture = ImageRef.from_image(f"{number}.png", Image.new("RGB", (8, 8), (number, 0, 0)))
-        tags = {"kind": "end" if number % 2 else "turn", "arrows": str(1 + number % 10)}
+        tags = {"kind": "end" if number // 10 % 2 else "turn", "arrows": str(1 + number % 10)}
         answer = LETTERS[number % 4]
         made.append(Sample.ask(str(number), [picture], "Where does it end?", answer, choices=COLORS, tags=tags))
     write(made, "jsonl", tmp_path / "trails" / "samples.jsonl")
@@ -34,7 +34,7 @@ def questions(tmp_path: Path) -> Path:
 
 def test_accuracy_is_given_by_number_of_arrows(questions: Path, tmp_path: Path) -> None:
     asked = load("trails", questions)  # the folder stands for samples.jsonl
-    assert (asked.bench, asked.format, len(asked)) == ("trails", "jsonl", 70)
+    assert (asked.bench, asked.format, len(asked)) == ("trails", "jsonl", 200)
 
     class UpToNine(Speaker):
         def say(self, request):
@@ -46,14 +46,14 @@ def test_accuracy_is_given_by_number_of_arrows(questions: Path, tmp_path: Path) 
     assert entry["headline"] == 90.0
     arrows = entry["metrics"]["arrows"]
     assert list(arrows) == [str(n) for n in range(1, 11)]  # 10 comes last
-    assert arrows["10"] == {"accuracy": 0.0, "n": 7} and arrows["9"] == {"accuracy": 100.0, "n": 7}
-    assert {kind: part["n"] for kind, part in entry["metrics"]["kinds"].items()} == {"end": 35, "turn": 35}
+    assert arrows["10"] == {"accuracy": 0.0, "n": 20} and arrows["9"] == {"accuracy": 100.0, "n": 20}
+    assert {kind: part["n"] for kind, part in entry["metrics"]["kinds"].items()} == {"end": 100, "turn": 100}
     assert "five_task_mean" not in summary
 
 
 def test_a_limit_takes_equally_many_of_each_number(questions: Path) -> None:
     """Numbers of arrows come in turn: every tenth question of the file would always have the same one."""
-    for limit in (10, 20, 35):
+    for limit in (20, 40, 50):
         found = Counter(sample.tags["arrows"] for sample in load("trails", questions, limit=limit).samples)
         assert len(found) == 10 and max(found.values()) - min(found.values()) <= 1
 
