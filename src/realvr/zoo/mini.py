@@ -150,5 +150,7 @@ def corpus() -> list[str]:
     texts = [text for item in made for text in (asked(item.text, item.choices), item.meta["caption"], item.answer)]
     practice = items(Recipe("practice", seed=0, count=80))
     texts += [text for item in practice for text in (asked(item.text, item.choices), item.answer)]
+    boards = items(Recipe("trails-lessons", seed=0, count=200))
+    texts += [text for item in boards for text in (asked(item.text, item.choices), item.meta["caption"], item.answer)]
     wordings = [wording for each in PHRASINGS.values() for wording in each]
     return texts + wordings + [formatted(letter) for letter in "ABCDE"] * 200
