@@ -33,6 +33,7 @@ from realvr.latent.sampling import Sampling
 K, NEW = 3, 4
 SHORT = Sampling(temperature=0.0, max_new=NEW)
 OPTIONS = ExchangeOptions(latents=K, ks=(1, 2, 4, 8), seeds=2, sampling=SHORT)
+STEPS = (2, 3)
 WAYS = {"edited-to-original": (0, 1), "original-to-edited": (1, 0)}  # recipient, donor
 
 
@@ -68,11 +69,13 @@ def test_every_condition_is_the_stock_model_on_the_mixed_span(pair: Any) -> None
     lengths = [len(content(pair, answer)[1]) for answer in pairs[1].truths]
     assert min(lengths) > 1 and lengths[0] != lengths[1]
     controls = unrelated(pairs)
-    records = exchange_pairs(pair.ours, pairs, controls, OPTIONS)
+    records = exchange_pairs(pair.ours, pairs, controls, replace(OPTIONS, from_steps=STEPS))
     names = {("unmodified", "none", 0), ("sham", "full", K), ("swap", "full", K), ("unrelated", "full", K)}
-    names |= {("swap", selector, k) for selector in ("contrast", "random") for k in (1, 2)}
+    names |= {("swap", selector, k) for selector in ("contrast", "random", "from-step") for k in (1, 2)}
     assert {(r["condition"], r["selector"], r["k"]) for r in records} == names
-    assert len(by_key(records)) == 2 * 2 * (4 + 2 * (1 + 2))
+    assert len(by_key(records)) == 2 * 2 * (4 + 2 * (1 + 2) + 2)
+    late = {(r["k"], tuple(r["positions"])) for r in records if r["selector"] == "from-step"}
+    assert late == {(2, (2, 3)), (1, (3,))}
     for one, control in zip(pairs, controls, strict=True):
         assert control is not None
         asked = [question(one.original), question(one.edited), question(one.original, control.original)]
@@ -146,6 +149,25 @@ def test_an_exchange_with_itself_is_exactly_zero(loaded: Backbone) -> None:
     assert unrelated_row["condition"] == "unrelated" and unrelated_row["margin_shift"]["mean"] != 0.0
     assert found["sham"]["equal_replies"]["rate"] == 1.0
     assert found["sham"]["largest_margin_difference"] < 1e-4
+
+
+def test_latents_swapped_from_the_first_step_on_are_the_whole_span(loaded: Backbone) -> None:
+    """And pairs of trails say from where on their latents differ."""
+    pairs = changed_pairs(2)
+    pairs[1] = replace(pairs[1], original=replace(pairs[1].original, meta={"trail": {"parts_at": 2}}))
+    records = exchange_pairs(loaded, pairs, unrelated(pairs), replace(OPTIONS, from_steps=(1, 2, 3)))
+    found = {(r["pair"], r["direction"], r["selector"], r["k"]): r for r in records if r["condition"] == "swap"}
+    for (name, direction, selector, k), record in found.items():
+        if (selector, k) == ("from-step", K):
+            whole = found[name, direction, "full", K]
+            assert (record["text"], record["margin"]) == (whole["text"], whole["margin"])
+        known = selector == "from-step" and name == pairs[1].id
+        assert record.get("parts_at") == (2 if known else None)
+    assert [(row["offset"], row["answers"]) for row in summarise_exchange(records)["parting"]] == [
+        (-1, 2),
+        (0, 2),
+        (1, 2),
+    ]
 
 
 def test_answers_are_scored_in_the_form_the_model_was_taught(loaded: Backbone) -> None:
@@ -249,6 +271,26 @@ def test_a_killed_run_continues_to_the_same_numbers(
     assert "| Unrelated donor | 3 |" in (cut / "exchange.md").read_text()
 
 
+def test_steps_are_added_to_a_folder_made_without(
+    small: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    given = [*arguments(small, data, "--out", out), "--k", "1", "--seeds", "1", "--limit", "1"]
+    assert main(given) == 0
+    before, settings = (out / "exchange.jsonl").read_text(), (out / "exchange_settings.json").read_text()
+    assert main([*given, "--from-step", "3,2"]) == 0
+    assert "From step 2" in capsys.readouterr().out
+    after = (out / "exchange.jsonl").read_text()
+    assert set(before.splitlines()) < set(after.splitlines())
+    assert (out / "exchange_settings.json").read_text() == settings
+    added = [json.loads(line) for line in set(after.splitlines()) - set(before.splitlines())]
+    assert {(r["selector"], tuple(r["positions"])) for r in added} == {("from-step", (2, 3)), ("from-step", (3,))}
+    rows = json.loads((out / "exchange.json").read_text())["rows"]
+    assert [row["from_step"] for row in rows if "from_step" in row] == [2, 3]
+    assert "| From step 2 | 2 |" in (out / "exchange.md").read_text()
+    assert main([*given, "--k", "1"]) == 0 and (out / "exchange.jsonl").read_text() == after
+
+
 def test_a_model_without_a_span_is_refused(
     build_tiny: Callable[[str], Path], small: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -259,6 +301,9 @@ def test_a_model_without_a_span_is_refused(
         ((small, data, "--latents", "0"), "do not ask for --latents 0"),
         ((small, still), "changes in none of its"),
         ((small, data, "--seeds", "0"), "--seeds is 0"),
+        ((small, data, "--from-step", "2,4"), "--from-step: there is no step 4; the span has K = 3 latents"),
+        ((small, data, "--from-step", "0"), "--from-step is '0': steps are counted from 1"),
+        ((small, data, "--from-step", "2;3"), "--from-step is '2;3': write steps"),
     ]
     for args, said in cases:
         assert main(arguments(*args, "--out", tmp_path / "out")) == 2

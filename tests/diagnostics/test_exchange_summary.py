@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from realvr.diagnostics.base import Shown
+from realvr.diagnostics.exchange import Exchange
 from realvr.diagnostics.exchange_summary import csv_rows, report, summarise_exchange
 
 ONE, TWO = "edited-to-original", "original-to-edited"
@@ -87,3 +89,46 @@ def test_tables_and_the_empty_case() -> None:
     assert [(row["donor_lift"], row["margin_shift"]) for row in lines] == [(-50.0, 0.0)]
     empty = summarise_exchange([])
     assert empty["rows"] == [] and json.dumps(empty) and report(empty, "model") and csv_rows(empty) == []
+
+
+def test_swaps_from_a_step_on_by_hand() -> None:
+    """K = 4. The trails of x1 part at step 3, those of y1 at step 2; w1 does not know."""
+
+    def late(pair: str, way: str, said: str, margin: float, step: int, parts_at: int | None) -> dict[str, Any]:
+        known = {} if parts_at is None else {"parts_at": parts_at}
+        found = record(pair, way, "swap", said, margin, "from-step", 5 - step)
+        return found | known | {"positions": list(range(step, 5))}
+
+    records = [
+        *(record(pair, way, "sham", "A", 0.0) for pair in ("x1", "y1", "w1") for way in (ONE, TWO)),
+        *(record("x1", way, "swap", "B", 3.0) for way in (ONE, TWO)),
+        late("x1", ONE, "B", 2.0, 2, 3),  # one step before the parting
+        late("x1", TWO, "B", 1.0, 2, 3),
+        late("x1", ONE, "A", -1.0, 4, 3),  # one step after it
+        late("y1", ONE, "B", 4.0, 2, 2),  # at it
+        late("y1", TWO, "A", 0.0, 2, 2),
+        late("y1", ONE, "B", 0.5, 3, 2),  # one step after it
+        late("w1", ONE, "C", 0.0, 3, None),
+    ]
+    found = summarise_exchange(records)
+    rows = {row["from_step"]: row for row in found["rows"] if "from_step" in row}
+    assert list(rows) == [2, 3, 4] and [row["k"] for row in rows.values()] == [3, 2, 1]
+    assert rows[2]["donor_lift"]["mean"] == 75 and rows[2]["donor_lift"]["pairs"] == 2
+    assert rows[3]["donor_lift"]["mean"] == 50 and rows[4]["donor_lift"]["mean"] == 0
+    assert rows[2]["margin_shift"]["mean"] == pytest.approx((1.5 + 2.0) / 2)
+    assert [row["selector"] for row in found["rows"]] == ["full", "full", *["from-step"] * 3]
+    parting = {row["offset"]: row for row in found["parting"]}
+    assert {offset: (row["answers"], row["donor_lift"]["mean"]) for offset, row in parting.items()} == {
+        -1: (2, 100.0), 0: (2, 50.0), 1: (2, 50.0)
+    }  # fmt: skip
+    assert parting[1]["margin_shift"]["mean"] == pytest.approx((-1.0 + 0.5) / 2)
+    text = report(found, "model")
+    assert "| From step 2 | 3 | +75.0" in text and "| -1 | 2 | +100.0" in text
+    assert "parting" not in summarise_exchange(RECORDS) and "From step" not in report(summarise_exchange(RECORDS), "m")
+    by_step, _, parted = (
+        next(w for w in Exchange().draw([Shown("m", found)]) if w.caption.startswith(words))
+        for words in ("Latents swapped from", "Exchange", "From step t on")
+    )
+    assert "+75.0 from step 2, +50.0 from step 3, 0.0 from step 4" in str(by_step.figures[0][1])
+    assert "m +100.0 from step 1" in str(by_step.figures[0][1]), "from the first step on, it is the whole span"
+    assert [row[1] for row in parted.rows] == ["-1", "0", "+1"]

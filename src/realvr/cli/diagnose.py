@@ -84,6 +84,7 @@ def exchange(settings: ExchangeCommand) -> int:
     Examples:
       realvr exchange runs/model runs/world/counterfactual/samples.jsonl --out runs/exchange
       realvr exchange runs/model pairs.jsonl --out runs/exchange --k 1,2,4 --seeds 5 --limit 100
+      realvr exchange mini runs/world/trails-pairs/samples.jsonl --out runs/exchange --from-step 2,4,6,8
     """
     return _run([Exchange(settings.own)], settings, "exchange")
 

@@ -7,7 +7,8 @@ directions are tested. `measuring.exchange` does it, `exchange_summary` has the 
 
 * ``unmodified``: the answer after the free-running span itself, as a check of the sham;
 * ``sham``: the recipient's own recorded latents spliced in, the reference of every difference;
-* ``swap``: k positions, chosen by ``contrast`` or at ``random`` (several seeds), or all K (``full``);
+* ``swap``: k positions, chosen by ``contrast`` or at ``random`` (several seeds), all K (``full``), or those from step t
+  to K (``from-step``, ours; spliced like the others, the recurrence does not go on from them);
 * ``unrelated``: all K from another pair's picture under the recipient's question.
 """
 
@@ -20,7 +21,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from realvr.diagnostics import exchange_summary, results
+from realvr.diagnostics import exchange_drawing, exchange_summary, results
 from realvr.diagnostics.base import Diagnostic, Highlight, Needs, Samples, Shown
 from realvr.diagnostics.counterfactual import AnswerSettings
 from realvr.diagnostics.exchange_summary import record_key, summarise_exchange
@@ -29,9 +30,9 @@ from realvr.diagnostics.numbers import controls_line
 from realvr.diagnostics.pairs import Pair, unrelated
 from realvr.errors import UserError
 from realvr.evaluation.published import published
+from realvr.latent.steps import check_steps, parse_steps
 from realvr.runs.journal import Record
-from realvr.widgets import DASH, Cell, Figures, Key, Table, Text, Widget, average, number, share
-from realvr.widgets.charts import Line, Point, lines
+from realvr.widgets import DASH, Cell, Table, Widget, average, number
 
 USUAL_KS = (1, 2, 4, 8)
 DIRECTIONS = ("edited-to-original", "original-to-edited")
@@ -56,6 +57,8 @@ class Swaps:
     """Numbers of replaced positions; those above K are left out and K itself is always there."""
     seeds: int = 3
     """Random selections per k: seeds 0, 1, …"""
+    from_steps: tuple[int, ...] = ()
+    """Steps t, from 1, from which on all latents are the donor's."""
 
     def conditions(self, control: bool = True) -> list[Condition]:
         """All conditions of one recipient; ``control`` is whether there is an unrelated picture."""
@@ -63,6 +66,7 @@ class Swaps:
         for k in sorted({k for k in self.ks if k < self.latents}):
             every.append(Condition("swap", "contrast", k))
             every += [Condition("swap", "random", k, seed) for seed in range(self.seeds)]
+        every += [Condition("swap", "from-step", self.latents - t + 1) for t in self.from_steps]
         every.append(Condition("swap", "full", self.latents))
         return [*every, Condition("unrelated", "full", self.latents)] if control else every
 
@@ -74,6 +78,11 @@ class ExchangeSettings(AnswerSettings):
         default=None,
         description="How many positions are replaced, separated by commas; by default those of 1,2,4,8 that the span "
         "has. The whole span is always replaced as well.",
+    )
+    from_step: str | None = Field(
+        default=None,
+        description="Also replace the latents from step t to K, for each t of this list (2,4,6). Adds to a folder that "
+        "was made without.",
     )
     seeds: int = Field(default=3, description="Random selections of positions for each k.")
     rows: int = Field(
@@ -93,6 +102,19 @@ class ExchangeSettings(AnswerSettings):
         if value is not None:
             parse_ks(value)
         return value
+
+    @field_validator("from_step")
+    @classmethod
+    def _steps(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_steps(value, "--from-step")
+        return value
+
+    def steps(self, latents: int) -> tuple[int, ...]:
+        """The steps from which on a span of K latents is swapped."""
+        steps = () if self.from_step is None else parse_steps(self.from_step, "--from-step")
+        check_steps(steps, latents, "--from-step")
+        return steps
 
     def positions(self, latents: int) -> tuple[int, ...]:
         """How many positions are replaced: what was asked for, or those of the usual that a span of K slots has."""
@@ -168,7 +190,8 @@ class Exchange(Diagnostic[ExchangeSettings]):
         return changed
 
     def settle(self, model: Model) -> None:
-        self._swaps = Swaps(model.latents, self.settings.positions(model.latents), self.settings.seeds)
+        settings, latents = self.settings, model.latents
+        self._swaps = Swaps(latents, settings.positions(latents), settings.seeds, settings.steps(latents))
 
     def prepare(self, model: Model, samples: Sequence[Pair]) -> None:
         self._controls = {pair.id: other for pair, other in zip(samples, unrelated(samples), strict=True)}
@@ -245,91 +268,4 @@ class Exchange(Diagnostic[ExchangeSettings]):
         return [Table("Latent exchange", header, rows)]
 
     def draw(self, results: Sequence[Shown]) -> list[Widget]:
-        shams = [Text(_sham(result)) for result in results]
-        return [_figures(results), _table(results), *_between(results), *shams]
-
-
-_SERIES = (("contrast", "largest contrast"), ("random", "random positions"), ("full", "whole span"))
-
-
-def _figures(results: Sequence[Shown]) -> Figures:
-    """Lift and margin shift over k, one figure per model; the unrelated donor beside the whole span."""
-    figures = []
-    for key, words, unit in (
-        ("donor_lift", "Donor-answer lift", "points"),
-        ("margin_shift", "Donor-margin shift", "nats"),
-    ):
-        series = {result.name: _series(result.summary["rows"], key) for result in results}
-        values = [p for drawn in series.values() for line in drawn for p in line.points]
-        ends_of_axis = [0.0, *(end for p in values for end in (p.low, p.high) if end is not None)]
-        for name, drawn in series.items():
-            if not drawn:
-                continue
-            ends = "; ".join(
-                f"{line.name} at k = {line.points[-1].x:.0f}: {number(line.points[-1].y, 2, sign=True)}"
-                for line in drawn
-            )
-            alt = f"{name}: {words} in {unit} over the number k of replaced latents. {ends}."
-            figures.append((f"{name}: {words}", lines(drawn, alt, "replaced latents k", unit, ends_of_axis)))
-    keys = [Key(place, words, place == 1) for place, (_, words) in enumerate(_SERIES)] + [
-        Key(3, "unrelated donor, whole span")
-    ]
-    return Figures("Latent exchange", figures, keys)
-
-
-def _series(rows: Sequence[Any], key: str) -> list[Line]:
-    def points(test: Any) -> list[Point]:
-        chosen = [row for row in rows if test(row) and row[key]["mean"] is not None]
-        return [Point(row["k"], row[key]["mean"], row[key]["low"], row[key]["high"]) for row in chosen]
-
-    made = [
-        Line(
-            words,
-            points(lambda row, s=selector: row["condition"] == "swap" and row["selector"] == s),
-            place,
-            place == 1,
-        )
-        for place, (selector, words) in enumerate(_SERIES)
-    ]
-    made.append(Line("unrelated donor", points(lambda row: row["condition"] == "unrelated"), 3))
-    return [line for line in made if line.points]
-
-
-_NAMES = {"contrast": "largest contrast", "random": "random", "full": "whole span"}
-
-
-def _table(results: Sequence[Shown]) -> Table:
-    rows: list[list[Cell | str]] = []
-    for result in results:
-        for row in result.summary["rows"]:
-            name = {"unrelated": "unrelated donor", "swap": _NAMES.get(row["selector"], row["selector"])}
-            cells = [average(row["donor_lift"], 1), average(row["margin_shift"], 3)]
-            shares = ("donor_frequency", "recipient_frequency", "parse_coverage")
-            called = name.get(row["condition"], row["condition"])
-            rows.append([result.name, called, str(row["k"]), *cells, *(share(row[key]) for key in shares)])
-    header = ["arm", "latents", "k", "donor-answer lift (points)", "donor-margin shift (nats)"]
-    header += ["donor's answer, %", "own answer, %", "parsed, %"]
-    note = "Lift and shift: bootstrap over pairs. The three shares treat directions and seeds as independent."
-    return Table("Exchange", header, rows, note)
-
-
-def _between(results: Sequence[Shown]) -> list[Table]:
-    rows: list[list[Cell | str]] = [
-        [result.name, str(row["k"]), average(row["donor_lift"], 1), average(row["margin_shift"], 3)]
-        for result in results
-        for row in result.summary["contrast_minus_random"]
-    ]
-    header = ["arm", "k", "lift: contrast − random (points)", "shift: contrast − random (nats)"]
-    return [Table("Positions of largest contrast against random ones, paired", header, rows)] if rows else []
-
-
-def _sham(result: Shown) -> str:
-    sham = result.summary["sham"]
-    equal, largest = sham["equal_replies"], sham["largest_margin_difference"]
-    text = f"{result.name}: {equal['count']} of {equal['of']} shams gave the reply of the unmodified span"
-    return text + ("." if largest is None else f"; margins differ by at most {_small(largest)} nats.")
-
-
-def _small(value: float) -> str:
-    """Two digits that no line break divides."""
-    return f"{value:.2g}".replace("-", "\u2212")
+        return exchange_drawing.drawn(results)

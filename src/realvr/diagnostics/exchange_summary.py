@@ -30,10 +30,11 @@ def record_key(record: Record) -> tuple[Any, ...]:
 
 def summarise_exchange(records: Iterable[Record]) -> dict[str, Any]:
     """``{"rows": […], "contrast_minus_random": […], "sham": …, "edits": {edit: the first three}, "errors": n,
-    "controls": …}``.
+    "controls": …}``, and ``"parting"`` where the data says at which step the views part.
 
     A row has condition, selector, k, answers, donor_frequency, recipient_frequency, parse_coverage, donor_lift (points)
-    and margin_shift (nats), the last two as mean, low, high, pairs. Pairs without both shams, as a run in progress may
+    and margin_shift (nats), the last two as mean, low, high, pairs; ``from_step`` where all latents from a step on were
+    replaced. Pairs without both shams, as a run in progress may
     have them, are left out. ``controls`` says how many of the pairs lack the unrelated donor, and why.
     """
     everything = list(records)
@@ -43,7 +44,9 @@ def summarise_exchange(records: Iterable[Record]) -> dict[str, Any]:
     by_edit = {edit: _summary([record for record in good if record["edit"] == edit]) for edit in edits}
     errors = sum(record["condition"] == "error" for record in everything)
     found = controls(len({record["pair"] for record in good}), lacking)
-    return {**_summary(good), "edits": by_edit, "errors": errors, "controls": found}
+    parting = _parting(good)
+    more = {"parting": parting} if parting else {}
+    return {**_summary(good), "edits": by_edit, "errors": errors, "controls": found, **more}
 
 
 def _summary(records: Sequence[Record]) -> dict[str, Any]:
@@ -65,9 +68,29 @@ def _summary(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def _order(item: tuple[_Row, Any]) -> tuple[int, int, str]:
+def _order(item: tuple[_Row, Any]) -> tuple[int, bool, int, str]:
+    """Swaps from a step on stand behind the others, the earliest step first."""
     condition, selector, k = item[0]
-    return ["unmodified", "sham", "swap", "unrelated"].index(condition), k, selector
+    late = selector == "from-step"
+    return ["unmodified", "sham", "swap", "unrelated"].index(condition), late, -k if late else k, selector
+
+
+def _parting(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Swaps from step t on, by t minus the step at which the two views part."""
+    sham = {(record["pair"], record["direction"]): record for record in records if record["condition"] == "sham"}
+    groups: dict[int, list[Record]] = {}
+    for record in records:
+        if record.get("parts_at") is not None and (record["pair"], record["direction"]) in sham:
+            groups.setdefault(record["positions"][0] - record["parts_at"], []).append(record)
+    return [
+        {
+            "offset": offset,
+            "answers": len(found),
+            "donor_lift": mean(list(_per_pair(found, sham, _lift).values())),
+            "margin_shift": mean(list(_per_pair(found, sham, _shift).values())),
+        }
+        for offset, found in sorted(groups.items())
+    ]
 
 
 def _follows(record: Record, truth: str) -> bool:
@@ -101,6 +124,7 @@ def _row(row: _Row, records: Sequence[Record], lifts: dict[str, float], shifts: 
         "condition": row[0],
         "selector": row[1],
         "k": row[2],
+        **({"from_step": records[0]["positions"][0]} if row[1] == "from-step" else {}),
         "answers": len(records),
         "donor_frequency": share(_donor),
         "recipient_frequency": share(lambda record: _follows(record, "recipient_truth")),
@@ -142,7 +166,8 @@ def table_rows(summary: dict[str, Any]) -> list[list[str]]:
     for row in summary["rows"]:
         if row["condition"] == "unmodified":
             continue
-        name = {"sham": "Sham", "unrelated": "Unrelated donor"}.get(row["condition"]) or _NAMES[row["selector"]]
+        name = {"sham": "Sham", "unrelated": "Unrelated donor"}.get(row["condition"])
+        name = name or (f"From step {row['from_step']}" if "from_step" in row else _NAMES[row["selector"]])
         shares = [row[key]["rate"] for key in ("donor_frequency", "recipient_frequency", "parse_coverage")]
         rows.append(
             [name, str(row["k"]), _signed(row["donor_lift"], 1), _signed(row["margin_shift"], 3)]
@@ -190,6 +215,13 @@ def report(summary: dict[str, Any], title: str) -> str:
     if between:
         header = ["k", "lift: contrast minus random (pp)", "shift: contrast minus random (nats)"]
         parts += ["## Contrast against random, paired\n", markdown(header, between)]
+    parting = [
+        [f"{row['offset']:+d}", str(row["answers"]), _signed(row["donor_lift"], 1), _signed(row["margin_shift"], 3)]
+        for row in summary.get("parting", ())
+    ]
+    if parting:
+        header = ["t minus the step of parting", "answers", "donor-answer lift (pp)", "donor-margin shift (nats)"]
+        parts += ["## From step t on, counted from where the trails part\n", markdown(header, parting)]
     for edit, found in summary["edits"].items():
         parts += [f"## {edit}\n", markdown(HEADER, table_rows(found))]
     return "\n".join(parts)

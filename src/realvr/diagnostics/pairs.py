@@ -54,6 +54,14 @@ class Pair:
         """Whether the pair is in C (the right answer changes) or in U."""
         return not equal(*self.truths, self.original.choices)
 
+    @property
+    def parts_at(self) -> int | None:
+        """For a pair of trails, the number (from 1) of the first cell at which they differ; None where that is not
+        known."""
+        trail = self.original.meta.get("trail")
+        found = trail.get("parts_at") if isinstance(trail, dict) else None
+        return found if isinstance(found, int) else None
+
 
 @dataclass
 class PairReport:

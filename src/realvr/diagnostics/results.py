@@ -98,6 +98,7 @@ class ExchangeRow(TypedDict):
     condition: Text
     selector: Text
     k: int
+    from_step: NotRequired[int]
     answers: int
     donor_frequency: Rate
     recipient_frequency: Rate
@@ -108,6 +109,15 @@ class ExchangeRow(TypedDict):
 
 class Between(TypedDict):
     k: int
+    donor_lift: Mean
+    margin_shift: Mean
+
+
+class Parting(TypedDict):
+    """Latents swapped from a step on, counted from the step at which the two views part."""
+
+    offset: int
+    answers: int
     donor_lift: Mean
     margin_shift: Mean
 
@@ -125,6 +135,7 @@ class ExchangeNumbers(TypedDict):
 
 class Exchange(ExchangeNumbers):
     edits: dict[Text, ExchangeNumbers]
+    parting: NotRequired[list[Parting]]
     errors: int
     controls: NotRequired[Controls]
     settings: NotRequired[Settings]

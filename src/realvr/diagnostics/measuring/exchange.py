@@ -102,7 +102,9 @@ def exchange_pairs(
         number = recipient.number
         own = Answered(replies[number][0], scores[number])
         answered = own if ticket is None else spans.answered[ticket]
-        more = {"contrast": gamma_BK[number].tolist()} if ticket is None else {}
+        more: dict[str, Any] = {"contrast": gamma_BK[number].tolist()} if ticket is None else {}
+        if condition.selector == "from-step" and (parts_at := recipient.pair.parts_at) is not None:
+            more = {"parts_at": parts_at}
         prompt = prompt_hash(views.prompts[recipient.row])
         records.append(_record(recipient, condition, positions, answered, options, prompt) | more)
     return records
@@ -142,8 +144,8 @@ def select_positions(condition: Condition, gamma_K: Tensor, recipient: Recipient
     count = len(gamma_K)
     if condition.selector == "none":
         return []
-    if condition.selector == "full":
-        return list(range(count))
+    if condition.selector in ("full", "from-step"):
+        return list(range(count - condition.k, count))
     if condition.selector == "contrast":
         order = torch.sort(gamma_K.cpu(), descending=True, stable=True).indices.tolist()
     else:

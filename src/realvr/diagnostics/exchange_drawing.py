@@ -1,0 +1,147 @@
+"""Latent exchange as figures and tables, from its summary. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from realvr.diagnostics.base import Shown
+from realvr.widgets import Cell, Figures, Key, Table, Text, Widget, average, number, share
+from realvr.widgets.charts import Line, Point, lines
+
+
+def drawn(results: Sequence[Shown]) -> list[Widget]:
+    """Everything that the report shows of it."""
+    shams = [Text(_sham(result)) for result in results]
+    return [_figures(results), *_by_step(results), _table(results), *_between(results), *_parting(results), *shams]
+
+
+_SERIES = (("contrast", "largest contrast"), ("random", "random positions"), ("full", "whole span"))
+
+
+def _figures(results: Sequence[Shown]) -> Figures:
+    """Lift and margin shift over k, one figure per model; the unrelated donor beside the whole span."""
+    figures = []
+    for key, words, unit in (
+        ("donor_lift", "Donor-answer lift", "points"),
+        ("margin_shift", "Donor-margin shift", "nats"),
+    ):
+        series = {result.name: _series(result.summary["rows"], key) for result in results}
+        values = [p for drawn in series.values() for line in drawn for p in line.points]
+        ends_of_axis = [0.0, *(end for p in values for end in (p.low, p.high) if end is not None)]
+        for name, drawn in series.items():
+            if not drawn:
+                continue
+            ends = "; ".join(
+                f"{line.name} at k = {line.points[-1].x:.0f}: {number(line.points[-1].y, 2, sign=True)}"
+                for line in drawn
+            )
+            alt = f"{name}: {words} in {unit} over the number k of replaced latents. {ends}."
+            figures.append((f"{name}: {words}", lines(drawn, alt, "replaced latents k", unit, ends_of_axis)))
+    keys = [Key(place, words, place == 1) for place, (_, words) in enumerate(_SERIES)] + [
+        Key(3, "unrelated donor, whole span")
+    ]
+    return Figures("Latent exchange", figures, keys)
+
+
+def _by_step(results: Sequence[Shown]) -> list[Widget]:
+    """Lift over the step from which the latents are the donor's; from the first on, that is the whole span."""
+    series = []
+    for result in results:
+        swaps = [row for row in result.summary["rows"] if row["condition"] == "swap"]
+        if any("from_step" in row for row in swaps):
+            chosen = [row for row in swaps if row["selector"] in ("full", "from-step")]
+            steps = {row.get("from_step", 1): row["donor_lift"] for row in chosen}
+            found = [(step, lift) for step, lift in sorted(steps.items()) if lift["mean"] is not None]
+            points = [Point(step, lift["mean"], lift["low"], lift["high"]) for step, lift in found]
+            series.append(Line(result.name, points, result.number))
+    series = [line for line in series if line.points]
+    if not series:
+        return []
+    spoken = "; ".join(
+        f"{line.name} " + ", ".join(f"{number(p.y, 1, sign=True)} from step {p.x:.0f}" for p in line.points)
+        for line in series
+    )
+    alt = f"Donor-answer lift in points by the step from which the latents are the donor's: {spoken}."
+    chart = lines(series, alt, "donor's latents from step t on", "points", [0.0])
+    keys = [Key(line.style, line.name) for line in series]
+    return [Figures("Latents swapped from step t on", [("Donor-answer lift", chart)], keys)]
+
+
+def _parting(results: Sequence[Shown]) -> list[Table]:
+    """Where the data says at which step the two views part."""
+    rows: list[list[Cell | str]] = [
+        [result.name, f"{row['offset']:+d}" if row["offset"] else "0", str(row["answers"])]
+        + [average(row["donor_lift"], 1), average(row["margin_shift"], 3)]
+        for result in results
+        for row in result.summary.get("parting", ())
+    ]
+    header = ["arm", "t − step of parting", "answers", "donor-answer lift (points)", "donor-margin shift (nats)"]
+    note = (
+        "Steps before the two trails part show the same cells in both views. Up to 0 every latent that differs is the "
+        "donor's; above 0 the first of them stay the recipient's."
+    )
+    return [Table("From step t on, counted from where the trails part", header, rows, note)] if rows else []
+
+
+def _series(rows: Sequence[Any], key: str) -> list[Line]:
+    def points(test: Any) -> list[Point]:
+        chosen = [row for row in rows if test(row) and row[key]["mean"] is not None]
+        return [Point(row["k"], row[key]["mean"], row[key]["low"], row[key]["high"]) for row in chosen]
+
+    made = [
+        Line(
+            words,
+            points(lambda row, s=selector: row["condition"] == "swap" and row["selector"] == s),
+            place,
+            place == 1,
+        )
+        for place, (selector, words) in enumerate(_SERIES)
+    ]
+    made.append(Line("unrelated donor", points(lambda row: row["condition"] == "unrelated"), 3))
+    return [line for line in made if line.points]
+
+
+_NAMES = {"contrast": "largest contrast", "random": "random", "full": "whole span"}
+
+
+def _called(row: Any) -> str:
+    """What the table calls a row."""
+    if row["condition"] != "swap":
+        return {"unrelated": "unrelated donor"}.get(row["condition"], str(row["condition"]))
+    return f"from step {row['from_step']} on" if "from_step" in row else _NAMES.get(row["selector"], row["selector"])
+
+
+def _table(results: Sequence[Shown]) -> Table:
+    rows: list[list[Cell | str]] = []
+    for result in results:
+        for row in result.summary["rows"]:
+            cells = [average(row["donor_lift"], 1), average(row["margin_shift"], 3)]
+            shares = ("donor_frequency", "recipient_frequency", "parse_coverage")
+            rows.append([result.name, _called(row), str(row["k"]), *cells, *(share(row[key]) for key in shares)])
+    header = ["arm", "latents", "k", "donor-answer lift (points)", "donor-margin shift (nats)"]
+    header += ["donor's answer, %", "own answer, %", "parsed, %"]
+    note = "Lift and shift: bootstrap over pairs. The three shares treat directions and seeds as independent."
+    return Table("Exchange", header, rows, note)
+
+
+def _between(results: Sequence[Shown]) -> list[Table]:
+    rows: list[list[Cell | str]] = [
+        [result.name, str(row["k"]), average(row["donor_lift"], 1), average(row["margin_shift"], 3)]
+        for result in results
+        for row in result.summary["contrast_minus_random"]
+    ]
+    header = ["arm", "k", "lift: contrast − random (points)", "shift: contrast − random (nats)"]
+    return [Table("Positions of largest contrast against random ones, paired", header, rows)] if rows else []
+
+
+def _sham(result: Shown) -> str:
+    sham = result.summary["sham"]
+    equal, largest = sham["equal_replies"], sham["largest_margin_difference"]
+    text = f"{result.name}: {equal['count']} of {equal['of']} shams gave the reply of the unmodified span"
+    return text + ("." if largest is None else f"; margins differ by at most {_small(largest)} nats.")
+
+
+def _small(value: float) -> str:
+    """Two digits that no line break divides."""
+    return f"{value:.2g}".replace("-", "\u2212")
