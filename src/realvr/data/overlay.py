@@ -10,6 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 from realvr.data.boxes import token_boxes, token_mask
 from realvr.data.sample import LETTERS, Sample
 from realvr.imaging.cache import ImageCache
+from realvr.imaging.drawing import wrapped
 from realvr.imaging.types import Grid
 
 LONGEST = 1600
@@ -73,37 +74,16 @@ def caption(picture: Image.Image, lines: Sequence[str]) -> Image.Image:
     size = max(13, round(picture.width / 55))
     font = ImageFont.load_default(size)
     pen = ImageDraw.Draw(picture)
-    wrapped = [part for line in lines for part in _wrapped(line, picture.width - 2 * _MARGIN, font, pen)]
-    if len(wrapped) > TEXT_LINES:
-        wrapped = [*wrapped[: TEXT_LINES - 1], "…"]
+    fitting = [part for line in lines for part in wrapped(line, picture.width - 2 * _MARGIN, font, pen)]
+    if len(fitting) > TEXT_LINES:
+        fitting = [*fitting[: TEXT_LINES - 1], "…"]
     step = round(size * 1.35)
-    canvas = Image.new("RGB", (picture.width, picture.height + step * len(wrapped) + 2 * _MARGIN), (255, 255, 255))
+    canvas = Image.new("RGB", (picture.width, picture.height + step * len(fitting) + 2 * _MARGIN), (255, 255, 255))
     canvas.paste(picture, (0, 0))
     pen = ImageDraw.Draw(canvas)
-    for number, line in enumerate(wrapped):
+    for number, line in enumerate(fitting):
         pen.text((_MARGIN, picture.height + _MARGIN + number * step), line, fill=_TEXT, font=font)
     return canvas
-
-
-def _wrapped(
-    line: str, width: int, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, pen: ImageDraw.ImageDraw
-) -> list[str]:
-    """One line as several that are no wider than ``width``; a word that is wider is broken."""
-    done: list[str] = []
-    current = ""
-    for word in line.split():
-        joined = f"{current} {word}".strip()
-        if pen.textlength(joined, font=font) <= width:
-            current = joined
-            continue
-        if current:
-            done.append(current)
-        while pen.textlength(word, font=font) > width and len(word) > 1:
-            fits = max(n for n in range(1, len(word)) if n == 1 or pen.textlength(word[:n], font=font) <= width)
-            done.append(word[:fits])
-            word = word[fits:]
-        current = word
-    return [*done, current]
 
 
 def save(
