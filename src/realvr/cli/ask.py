@@ -39,6 +39,7 @@ def ask(settings: AskCommand) -> int:
       realvr ask runs/tiny photo.png "What colour is the circle?"
       realvr ask runs/tiny before.png after.png "What changed?" --latents 0
       realvr ask mini trail.png "Where does the orange arrow lead?" --put 4=2,5
+      realvr ask mini trail.png "Where does the orange arrow lead?" --show walk.png
       realvr ask Qwen/Qwen2.5-VL-7B-Instruct photo.jpg "How many birds?" --json
     """
     result = ask_model(settings)
@@ -54,4 +55,6 @@ def ask(settings: AskCommand) -> int:
         if settings.expected is not None:
             verdict = "equals" if reply["correct"] else "does not equal"
             print(f"{verdict} the expected answer, {settings.expected}")
+    if settings.show is not None:
+        print(f"walk of the latents drawn into {settings.show}")
     return 0

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 from realvr.answers import JUDGE, PARSERS, equal
 from realvr.errors import UserError
 from realvr.evaluation.putting import Put, parse_puts
+from realvr.evaluation.showing import Drawn, check_place, save_walks, walk_rows
 from realvr.latent.steps import check_steps
 from realvr.runs.guard import note
 from realvr.runs.progress import busy
 
 if TYPE_CHECKING:
-    from realvr.backbone.backbone import Backbone
+    from torch import Tensor
+
+    from realvr.backbone.backbone import Backbone, VisualTokens
     from realvr.backbone.types import Prompt
     from realvr.latent.sampling import Sampling
 
@@ -46,6 +49,8 @@ class AskSettings:
             tokens, counted from 1) or STEP=x0,y0,x1,y1 (a box in fractions); of several pictures, STEP=IMAGE:ROW,COL.
             May be repeated; the recurrence goes on from what was put.
         expected: The right answer. Also print whether the judge of evaluations finds the printed answer equal to it.
+        show: Draw the walk of the latents into this picture (.png, .jpg, .webp): the visual token nearest to each. With
+            --put, the walk with what was put stands beside it.
     """
 
     model: str | Path
@@ -63,6 +68,7 @@ class AskSettings:
     dtype: str | None = None
     put: Sequence[str] = ()
     expected: str | None = None
+    show: Path | None = None
 
     @property
     def puts(self) -> list[Put]:
@@ -90,6 +96,15 @@ class AskSettings:
             )
         if self.puts and self.latents is not None:
             check_steps([put.step for put in self.puts], self.latents, "--put")
+        if self.show is not None:
+            self._check_show(self.show)
+
+    def _check_show(self, show: Path) -> None:
+        if self.latents == 0:
+            raise UserError("--show draws latents, and --latents 0 asks for none: leave one of the two out")
+        if not self.what[:-1]:
+            raise UserError('--show draws on a picture, and none is given: realvr ask MODEL IMAGE… "QUESTION"')
+        check_place(show)
 
 
 def ask(settings: AskSettings) -> dict[str, Any]:
@@ -111,7 +126,10 @@ def ask(settings: AskSettings) -> dict[str, Any]:
     latents = backbone.latents if settings.latents is None else settings.latents
     _check_span(settings, backbone, latents)
     text = f"{settings.question}\n{settings.instruction}" if settings.instruction else settings.question
-    result = answer(backbone, images, text, latents, sampling, settings.seed, settings.puts)
+    replies = _replies(backbone, images, text, latents, sampling, settings.seed, settings.puts)
+    result = replies.result
+    if settings.show is not None:
+        _show(settings, settings.show, images, replies)
     if settings.expected is not None:
         for reply in (result, *([result["put"]] if settings.puts else [])):
             reply["correct"] = bool(equal(reply["answer"], settings.expected))
@@ -134,6 +152,36 @@ def _check_span(settings: AskSettings, backbone: Backbone, latents: int) -> None
             "or 2, and do not ask for --latents 0"
         )
     check_steps([put.step for put in settings.puts], latents, "--put")
+    # Slots that --latents asks for are there to be seen, trained or not.
+    if settings.show is not None and (not latents or (backbone.markers_added and settings.latents is None)):
+        raise UserError(
+            f"--show: {settings.model} was not trained with latent slots, so there is no walk to draw: train Stage 1 "
+            "first, or give --latents K to see that of untrained slots"
+        )
+
+
+def _show(settings: AskSettings, path: Path, images: list[Any], replies: _Replies) -> None:
+    """Draw the walk behind each reply, and add it to the reply."""
+    from realvr.latent.walk import walk
+
+    drawn = []
+    for reply, latents_KD in zip((replies.result, replies.result.get("put", {})), replies.latents, strict=False):
+        found = walk(latents_KD, replies.visual.features_ND, replies.visual.grids)
+        put = {place["step"]: place["name"] for place in reply.get("places", [])}
+        drawn.append(Drawn(found, str(reply["answer"]), put))
+        reply["walk"] = walk_rows(found)
+    save_walks(path, images, settings.question, drawn)
+    replies.result["show"] = str(path)
+
+
+@dataclass(frozen=True)
+class _Replies:
+    """What ``realvr ask --json`` prints, and what was computed on the way."""
+
+    result: dict[str, Any]
+    visual: VisualTokens
+    latents: list[Tensor]
+    """z (K, D) of the reply, and of that with places put into its span where there is one."""
 
 
 def answer(
@@ -146,6 +194,18 @@ def answer(
     puts: Sequence[Put] = (),
 ) -> dict[str, Any]:
     """Answer one question with a model that has been read; with ``puts``, once more with these places in its span."""
+    return _replies(backbone, images, text, latents, sampling, seed, puts).result
+
+
+def _replies(
+    backbone: Backbone,
+    images: list[Any],
+    text: str,
+    latents: int,
+    sampling: Sampling,
+    seed: int,
+    puts: Sequence[Put],
+) -> _Replies:
     from realvr.backbone.types import Turn
     from realvr.latent.regions import region_vector
 
@@ -154,20 +214,23 @@ def answer(
     visual = backbone.encode_images(prompt.images)
     areas = [put.area(visual.grids[put.image]) for put in puts]
     options = {"sampling": sampling, "latents": latents, "seed": seed, "visual": visual}
-    result = _reply(backbone, prompt, options)
+    result, own_KD = _reply(backbone, prompt, options)
+    spans = [own_KD]
     if puts:
         features = visual.per_image()
         options["interventions"] = {
             put.step: region_vector(features[put.image], visual.grids[put.image], area)
             for put, area in zip(puts, areas, strict=True)
         }
-        result["put"] = _reply(backbone, prompt, options) | {
+        steered, put_KD = _reply(backbone, prompt, options)
+        spans.append(put_KD)
+        result["put"] = steered | {
             "places": [
                 {"step": put.step, "image": put.image + 1, "box": list(area), "name": str(put)}
                 for put, area in zip(puts, areas, strict=True)
             ]
         }
-    return result | {
+    result |= {
         "parser": str(PARSERS["ask"]),
         "latents": latents,
         "seconds": round(time.perf_counter() - begun, 4),
@@ -175,10 +238,11 @@ def answer(
         "prompt_tokens": len(prompt),
         "visual_tokens": [image.tokens for image in prompt.images],
     }
+    return _Replies(result, visual, spans)
 
 
-def _reply(backbone: Backbone, prompt: Prompt, options: dict[str, Any]) -> dict[str, Any]:
-    """One rollout of the prompt, as JSON values."""
+def _reply(backbone: Backbone, prompt: Prompt, options: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
+    """One rollout of the prompt, as JSON values, and its latents (K, D)."""
     from realvr.latent.group_rollout import rollout
 
     result = rollout(backbone, [prompt], **options)
@@ -189,4 +253,4 @@ def _reply(backbone: Backbone, prompt: Prompt, options: dict[str, Any]) -> dict[
         "latent_norms": [round(norm, 6) for norm in result.latents_BKD[0].float().norm(dim=-1).tolist()],
         "finish_reason": completion.finish,
         "new_tokens": len(completion.ids),
-    }
+    }, result.latents_BKD[0]

@@ -166,7 +166,7 @@ def _traced(view: Image.Image, grid: Grid, stops: Sequence[_Stop], image: int) -
             pen.line(a, b, PUT if by_hand and not extra else color, width + 2 * extra, by_hand)
             if math.dist(a, b) > 9 * width and not by_hand:
                 pen.polygon(_arrow(a, b, 1.9 * width + 1.5 * extra, extra), color)
-        for stop in here:
+        for stop in sorted(here, key=lambda one: one.put):
             pen.dot(*at(stop.place), PUT if stop.put and not extra else color, dot + extra)
     _badges(pen, here, [(a, b) for a, b, _ in legs], cell, dot + halo)
     return pen.over(view)
@@ -246,22 +246,26 @@ def _inside(point: Point, box: Rectangle) -> bool:
 def _heat_maps(picture: Image.Image, walk: Walk, image: int, put: Collection[int]) -> Image.Image:
     """Cosines of every latent with the visual tokens of one image, over the picture in grey; the nearest has a ring."""
     view = enlarged(picture.convert("RGB"), (_FINE_SIDE - GAP * (_HEAT_COLUMNS - 1)) // _HEAT_COLUMNS)
-    grey = np.asarray(view.convert("L"), np.float32)[..., None] / 255
     panels = []
     for number, (values, place) in enumerate(zip(walk.heat(image), walk.places(), strict=True), 1):
-        # From the lowest to the highest cosine with any visual token of the prompt: maps of one latent share colors.
+        # Over the visual tokens of all pictures: the maps of one latent share their colors.
         low, high = (float(of(walk.similarity[number - 1])) for of in (np.min, np.max))
-        share = np.clip((values - low) / max(high - low, 1e-9), 0, 1).astype(np.float32)
-        # One block a token: nothing is smoothed into what was not measured.
-        strength = np.asarray(Image.fromarray(share).resize(view.size, Image.Resampling.NEAREST))
-        opacity = 0.35 + 0.55 * strength[..., None]
-        mixed = _colors(strength) * (0.55 + 0.45 * grey) * opacity + 0.75 * grey * (1 - opacity)
         pen = Pen(view.size)
         if place.image == image:
             _ring(pen, place, PUT if number in put else PATH)
-        map_ = pen.over(Image.fromarray((255 * mixed).astype(np.uint8)))
-        panels.append(titled(map_, f"z{number}:  {low:.2f} to {high:.2f}"))
+        panels.append(titled(pen.over(heat_map(view, values, low, high)), f"z{number}:  {low:.2f} to {high:.2f}"))
     return column(list(_rows(panels, _HEAT_COLUMNS)))
+
+
+def heat_map(picture: Image.Image, values: NDArray[np.float32], low: float, high: float) -> Image.Image:
+    """Values (rows, columns), from ``low`` to ``high``, in color over the picture in grey."""
+    grey = np.asarray(picture.convert("L"), np.float32)[..., None] / 255
+    share = np.clip((values - low) / max(high - low, 1e-9), 0, 1).astype(np.float32)
+    # One block a token: nothing is smoothed into what was not measured.
+    strength = np.asarray(Image.fromarray(share).resize(picture.size, Image.Resampling.NEAREST))
+    opacity = 0.35 + 0.55 * strength[..., None]
+    mixed = _colors(strength) * (0.55 + 0.45 * grey) * opacity + 0.75 * grey * (1 - opacity)
+    return Image.fromarray((255 * mixed).astype(np.uint8))
 
 
 def _ring(pen: Pen, place: Place, color: RGB) -> None:
@@ -285,7 +289,7 @@ def _colors(share: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def _strip(walk: Walk, put: Collection[int], width: int) -> Image.Image:
     """The steps with the cosine of each to its nearest token: number, bar, value."""
-    rows = math.ceil(len(walk) / max(1, width // 68))
+    rows = math.ceil(len(walk) / max(1, width // 64))
     columns = math.ceil(len(walk) / rows)
     step, height, head = min(width / columns, 140.0), 40, 22
     pen = Pen((width, head + rows * height))
@@ -297,8 +301,8 @@ def _strip(walk: Walk, put: Collection[int], width: int) -> Image.Image:
         bar = step - 10
         pen.pill((x, y + 24, x + bar, y + 30), _TRACK, 3)
         pen.pill((x, y + 24, x + max(6.0, bar * min(1.0, max(0.0, value))), y + 30), color, 3)
-        pen.text(x, y + 11, f"z{number}", color, 15, "lm")
-        pen.text(x + bar, y + 11, "put" if number in put else f"{value:.2f}", _INK, 14, "rm")
+        pen.text(x, y + 11, f"z{number}", color, 14, "lm")
+        pen.text(x + bar, y + 11, "put" if number in put else f"{value:.2f}", _INK, 13, "rm")
     return pen.over(Image.new("RGB", pen.size, PAPER))
 
 
