@@ -25,13 +25,30 @@ Mask = NDArray[np.float32]
 Number = TypeVar("Number", bound=np.generic)
 
 
+def before_each_reply(sample: Sample) -> list[Sample]:
+    """The sample as it stands before each of its replies, with the boxes of that reply: earlier assistant turns first,
+    then the sample itself."""
+    replies = [place for place, turn in enumerate(sample.turns) if turn.role == "assistant"]
+    boxes = sample.earlier_boxes or [[] for _ in replies]
+    earlier = [
+        replace(sample, turns=sample.turns[:place], boxes=own, earlier_boxes=[])
+        for place, own in zip(replies, boxes, strict=True)
+    ]
+    return [*earlier, sample]
+
+
 def unshown_box(sample: Sample) -> str | None:
     """A sentence about the first box on an image that no turn shows, for which no visual token stands; else None."""
-    shown = set(sample.shown)
-    for number, box in enumerate(sample.boxes, 1):
-        if box.image not in shown:
-            name = f" ({sample.images[box.image].id})" if 0 <= box.image < len(sample.images) else ""
-            return f"box {number} is on image {box.image}{name}, which no turn shows: show it, or remove the box"
+    *earlier, last = before_each_reply(sample) if sample.earlier_boxes else [sample]
+    for reply, part in enumerate([*earlier, last], 1):
+        shown = set(part.shown)
+        for number, box in enumerate(part.boxes, 1):
+            if box.image not in shown:
+                name = f" ({sample.images[box.image].id})" if 0 <= box.image < len(sample.images) else ""
+                which, turn = f"box {number}", "no turn"
+                if part is not last:
+                    which, turn = f"{which} of earlier reply {reply}", "no turn before that reply"
+                return f"{which} is on image {box.image}{name}, which {turn} shows: show it, or remove the box"
     return None
 
 
@@ -133,6 +150,18 @@ def target_tokens(boxes: Sequence[Sequence[float]], grid: Grid) -> NDArray[np.in
     That is row-major over the image, and row-major within each tile, tile by tile, for a tiled image.
     """
     return np.flatnonzero(token_mask(boxes, grid)).astype(np.int64)
+
+
+def center_token(xyxy: Sequence[float], grid: Grid) -> int | None:
+    """The visual token in whose area the centre of a box lies, in token order; None for a box without area."""
+    box = clip_box(xyxy)
+    if box is None:
+        return None
+    rows, cols = _canvas(grid)
+    x0, y0, x1, y1 = box
+    row, col = min(int((y0 + y1) / 2 * rows), rows - 1), min(int((x0 + x1) / 2 * cols), cols - 1)
+    (tile_row, row), (tile_col, col) = divmod(row, grid.rows), divmod(col, grid.cols)
+    return ((tile_row * grid.tile_cols + tile_col) * grid.rows + row) * grid.cols + col
 
 
 def evidence_masks(boxes: Sequence[Box], grids: Sequence[Grid], fractional: bool = False) -> list[Mask]:

@@ -66,7 +66,8 @@ class Sample:
     choices: list[str] = field(default_factory=list)
     """Option texts without letters, in order; empty for a free answer."""
     boxes: list[Box] = field(default_factory=list)
-    """Evidence; empty means that nothing is known (the whole image counts as evidence)."""
+    """Evidence; empty means that nothing is known (the whole image counts as evidence). The order is kept: it may be a
+    trail, in which each box follows from the one before."""
     response: str = ""
     """The whole reply, only where it is more than the answer."""
     task: str = ""
@@ -78,6 +79,8 @@ class Sample:
     """Which rotation of the options this row is (HR-Bench)."""
     source: Source | None = None
     meta: dict[str, Any] = field(default_factory=dict)
+    earlier_boxes: list[list[Box]] = field(default_factory=list)
+    """Evidence of the earlier replies, a list for each assistant turn; empty where none is known."""
 
     @classmethod
     def ask(cls, id: str, images: list[ImageRef], question: str, answer: str, **fields: Any) -> Sample:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 from realvr.data.sample import LETTERS, Message, Sample, option
 
+_OPTION = re.compile(r"^\(([A-Z])\) (.+)$", re.MULTILINE)
 LETTER_INSTRUCTION = "Answer with the letter of the option inside <answer> and </answer>."
 FREE_INSTRUCTION = "Put the final answer inside <answer> and </answer>."
 
@@ -48,6 +50,14 @@ def readout_text(
     first = len(f"{before}<answer>")
     letter = (first, first + len(answer))
     return f"{before}{formatted(answer)}", [(0, len(words)), letter] if words else [letter]
+
+
+def spelled_reply(question: str, reply: str) -> str:
+    """An earlier reply that is a letter alone, in words and letter; ``question`` is the text it answers, as `asked`
+    writes it. Any other reply stays as it is."""
+    options = dict(_OPTION.findall(question))
+    letter = next((letter for letter in options if reply == formatted(letter)), None)
+    return reply if letter is None else f"{options[letter]}\n{reply}"
 
 
 def response_text(sample: Sample) -> str:

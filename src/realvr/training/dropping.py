@@ -14,6 +14,7 @@ from realvr.training.engine import Engine
 from realvr.training.records import DATA_FILE, DataUse
 from realvr.training.settings import StageSettings, TrainSettings
 from realvr.training.sources import RECORD, TrainingData, above, check_command
+from realvr.training.targets import SEVERAL_IMAGES, TOO_MANY_BOXES
 from realvr.training.task import Ranks
 
 TOO_LONG = "too_long"
@@ -31,6 +32,7 @@ class Draws:
     rejected: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)
     """Where each reason was met first."""
+    what: str = "drawn could not be encoded"
 
     def reject(self, reason: str, detail: str) -> None:
         self.rejected[reason] += 1
@@ -60,7 +62,7 @@ class Draws:
     def line(self) -> str:
         """In words."""
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.rejected.most_common())
-        return f"{self.rejected.total():,} of {self.drawn:,} rows drawn could not be encoded: {reasons}"
+        return f"{self.rejected.total():,} of {self.drawn:,} rows {self.what}: {reasons}"
 
 
 def over(draws: Draws, most: float) -> bool:
@@ -95,6 +97,8 @@ def _remedies(settings: TrainSettings) -> dict[str, str]:
     return {
         TOO_LONG: f"raise {limit}, or lower model.max_tokens" if limit else "lower model.max_tokens",
         UNREADABLE_IMAGE: f"{checks} opens every image",
+        TOO_MANY_BOXES: "raise model.latents, or set method.too_many_boxes thin",
+        SEVERAL_IMAGES: "set method.several_images reading for targets in reading order in these rows",
         EMPTY_ANSWER: "answers must name one of the options, or hold at least one letter or digit",
     }
 

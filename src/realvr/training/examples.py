@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,10 @@ import torch
 
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.samples import conversation
-from realvr.backbone.types import Prompt
-from realvr.data import reasons
-from realvr.data.boxes import prompt_boxes, target_tokens, unshown_box
+from realvr.backbone.types import Prompt, Turn
 from realvr.data.mixture import Mixture
 from realvr.data.sample import Sample
-from realvr.data.wording import response_text
+from realvr.data.wording import response_text, spelled_reply
 from realvr.errors import UserError
 from realvr.imaging.processing import ImageProcessor
 from realvr.imaging.types import ImageInput
@@ -26,6 +25,7 @@ from realvr.training.dropping import TOO_LONG, UNREADABLE_IMAGE, Draws
 from realvr.training.prefetch import parallel_map
 from realvr.training.settings import TrainSettings
 from realvr.training.sft_batch import SftExample
+from realvr.training.targets import EvidenceConfig, Spans, refusal, spans
 from realvr.training.task import Ranks
 
 
@@ -47,8 +47,8 @@ def all_of(samples: Mixture[Sample]) -> list[Sample]:
 class Encoder:
     """Samples to prompts and sequences within a token limit; counts what it rejects.
 
-    ``respond`` gives the reply that Stage 1 teaches. With ``keep`` the results stay in memory, under the sample's
-    identity: the caller holds the samples.
+    ``respond`` gives the reply that Stage 1 teaches, ``evidence`` what its latent slots stand for. With ``keep`` the
+    results stay in memory, under the sample's identity: the caller holds the samples.
     """
 
     def __init__(
@@ -57,9 +57,11 @@ class Encoder:
         limit: int,
         keep: bool = False,
         respond: Callable[[Sample], str] = response_text,
+        evidence: EvidenceConfig | None = None,
     ) -> None:
         self.backbone = backbone
         self.respond = respond
+        self.evidence = evidence or EvidenceConfig()
         self.limit = min(limit, backbone.context_length)
         self.draws = Draws()
         self.keep = keep
@@ -103,10 +105,10 @@ class Encoder:
         return found
 
     def _prompt(self, sample: Sample) -> Prompt | None:
-        return self._fitting(sample, lambda targets: 0)[0]
+        return self._fitting(sample, EvidenceConfig(), lambda targets: 0)[0]
 
     def sequence(self, sample: Sample) -> SftExample | None:
-        """Prompt, span over the evidence (none without boxes) and response in one sequence."""
+        """Prompt, span over the evidence and response in one sequence."""
         found = self._sequences.get(id(sample)) or self._sequence(sample)
         if self.keep and found is not None:
             self._sequences[id(sample)] = found
@@ -118,58 +120,66 @@ class Encoder:
         def more(targets: int) -> int:
             return len(response) + span_tokens(targets)
 
-        prompt, targets = self._fitting(sample, more)
+        prompt, found = self._fitting(sample, self.evidence, more)
         if prompt is None:
             return None
-        markers = self.backbone.markers
-        span = [markers.start, *[markers.slot] * len(targets), markers.end] if len(targets) else []
+        markers, slots = self.backbone.markers, len(found.targets[-1])
+        span = [markers.start, *[markers.slot] * slots, markers.end] if slots else []
         ids = torch.cat([prompt.ids, torch.tensor([*span, *response], dtype=torch.long)])
         whole = Prompt(ids, prompt.images)
-        return SftExample(whole, len(prompt), torch.from_numpy(targets), name=sample.id)
+        targets, pools = torch.from_numpy(np.concatenate(found.targets)), tuple(map(torch.from_numpy, found.pools))
+        return SftExample(whole, len(prompt), targets, sample.id, pools, earlier=len(targets) - slots)
 
-    def _fitting(self, sample: Sample, more: Callable[[int], int]) -> tuple[Prompt | None, np.ndarray]:
+    def _fitting(
+        self, sample: Sample, evidence: EvidenceConfig, more: Callable[[int], int]
+    ) -> tuple[Prompt | None, Spans]:
         """Largest images with which prompt and what follows it fit the limit; and the targets on these images."""
-        if (problem := unshown_box(sample)) is not None:
-            self.draws.reject(reasons.BOX_NOT_SHOWN, f"{sample.source or sample.id}: {problem}")
-            return None, np.empty(0, dtype=np.int64)
+        nothing = None, Spans([], [])
+        # Without latents there is no span: Direct-SFT, the control with matched steps and cross-entropy only.
+        latents = self.backbone.latents
+        if (refused := refusal(evidence, sample, latents)) is not None:
+            self.draws.reject(refused[0], f"{sample.source or sample.id}: {refused[1]}")
+            return nothing
         try:
             opened = [image.open() for image in sample.images]
         except UserError as error:
             self.draws.reject(UNREADABLE_IMAGE, f"{sample.source or sample.id}: {error}")
-            return None, np.empty(0, dtype=np.int64)
+            return nothing
         processor = self.backbone.processor
         pictures = [image.picture(seen) for image, seen in zip(sample.images, opened, strict=True)]
         for _ in range(8):
             images = [processor(image, picture) for image, picture in zip(opened, pictures, strict=True)]
+            found = spans(evidence, sample, [image.grid for image in images], latents)
+            turns = conversation(sample, images)
             try:
-                prompt = self.backbone.prompt(conversation(sample, images))
+                prompt = self.backbone.prompt(self._with_spans(turns, found) if evidence.earlier_spans else turns)
                 length = len(prompt)
             except UserError:  # longer than the model's context
                 prompt, length = None, self.limit + sum(image.tokens for image in images)
-            # Without latents there is no span: Direct-SFT, the control with matched steps and cross-entropy only.
-            targets = _targets(sample, images) if self.backbone.latents else np.empty(0, dtype=np.int64)
-            over = length + more(len(targets)) - self.limit
+            over = length + more(len(found.targets[-1])) - self.limit
             if prompt is not None and over <= 0:
-                return prompt, targets
+                return prompt, found
             smaller = _smaller(processor, images, over)
             if smaller is None:
                 break
             processor = smaller
         detail = f"{sample.source or sample.id}: over {self.limit:,} tokens"
         self.draws.reject(TOO_LONG, detail)
-        return None, np.empty(0, dtype=np.int64)
+        return nothing
 
-
-def _targets(sample: Sample, images: Sequence[ImageInput]) -> np.ndarray:
-    """Indices of the evidence among all visual tokens of the prompt; ``images`` are those of `Sample.images`."""
-    found, offset = [], 0
-    placed = prompt_boxes(sample)
-    for place, index in enumerate(sample.shown):
-        boxes = [box.xyxy for box in placed if box.image == place]
-        if boxes:
-            found.append(target_tokens(boxes, images[index].grid) + offset)
-        offset += images[index].tokens
-    return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+    def _with_spans(self, turns: list[Turn], found: Spans) -> list[Turn]:
+        """Earlier replies as the model gives them itself: behind their spans, and in the words it is taught."""
+        slots, asked = iter(len(targets) for targets in found.targets), ""
+        said: list[Turn] = []
+        for turn in turns:
+            if turn.role == "assistant":
+                text = spelled_reply(asked, turn.text) if self.backbone.spell_out else turn.text
+                # The slots' inputs come with the batch; here they take up room.
+                latents, ids = torch.empty(next(slots), 0), self.backbone.prompts.encode_text(text)[0]
+                turn = replace(turn, text=text, latents=latents, ids=ids)
+            asked = turn.text
+            said.append(turn)
+        return said
 
 
 def _smaller(processor: ImageProcessor, images: Sequence[ImageInput], over: int) -> ImageProcessor | None:

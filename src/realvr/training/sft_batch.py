@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +12,7 @@ from realvr.backbone.backbone import Backbone
 from realvr.backbone.batch import collate
 from realvr.backbone.types import Prompt
 from realvr.imaging.types import Grid, ImageInput
+from realvr.maths.precision import at_least_float32
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,20 @@ class SftExample:
     """One example, encoded: prompt, span and response in one sequence."""
 
     prompt: Prompt  # ids of the whole sequence, with one slot id per target
-    prompt_length: int  # tokens before <|lvr_start|> or, without a span, before the response
-    targets: Tensor  # (T_v,) indices into the example's visual tokens, images one after the other
+    prompt_length: int  # tokens before the last <|lvr_start|> or, without a span, before the response
+    targets: Tensor  # (T_v,) indices into the example's visual tokens, images one after the other, and its pools
     name: str = ""
+    pools: tuple[Tensor, ...] = ()  # visual tokens whose mean is a target; the first is the index after the last token
+    earlier: int = 0  # how many of the targets belong to spans of earlier turns
     _layout: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.prompt)
+
+    @property
+    def behind_span(self) -> bool:
+        """Whether the response stands behind a span."""
+        return len(self.targets) > self.earlier
 
     def layout(self, backbone: Backbone) -> dict[str, Tensor]:
         """See ``_lay_out``; computed once, since an example that is kept comes back every epoch."""
@@ -48,15 +55,26 @@ class SftBatch:
     slot_RT: Tensor
     image_visibility_RT: Tensor | None
     images: tuple[ImageInput, ...]
-    slot_source_N: Tensor  # visual token behind each slot, over all images of the microbatch
+    slot_source_N: Tensor  # visual token behind each slot, over all images of the microbatch; then come the pools
     slot_example_N: Tensor  # example of each slot
     predict_M2: Tensor  # (row, column) whose state predicts a labelled token
     labels_M: Tensor
     examples: int
+    pool_source_P: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))  # tokens, pool by pool
+    pool_sizes: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     tokens_total: float = 1.0  # labelled tokens of the whole optimizer step
     targets_total: float = 1.0  # examples with targets of the whole optimizer step
     names: list[str] = field(default_factory=list)
     stacked: tuple[Tensor, list[tuple[Grid, str, str, int]], list[int]] | None = None
+
+    def targets(self, features_ND: Tensor) -> Tensor:
+        """What the slots stand for (slots, D): visual tokens, or the mean of several."""
+        if len(self.pool_sizes):
+            # Not index_add: the same bits on every run, also on a GPU.
+            members = at_least_float32(features_ND[self.pool_source_P])
+            means = torch.segment_reduce(members, "mean", lengths=self.pool_sizes)
+            features_ND = torch.cat([features_ND, means.to(features_ND.dtype)])
+        return features_ND[self.slot_source_N]
 
     def stack_images(self) -> None:
         """Put the pixels of all images into one tensor: a worker sends each tensor through a file of its own."""
@@ -100,15 +118,15 @@ def pack_rows(
     segment = _pad_rows([[torch.full((len(example),), next(numbers)) for example in row] for row in rows], -2)
     positions = out["positions"]
     if jitter:
-        gaps_E2 = torch.randint(0, jitter + 1, (len(examples), 2), generator=generator)
-        gap_RT2 = (
-            gaps_E2[segment.clamp(min=0)] * (out["after"][..., None] > torch.arange(2)) * (segment >= 0)[..., None]
+        most = max(2, int(out["after"].max()))
+        gaps_EG = torch.randint(0, jitter + 1, (len(examples), most), generator=generator)
+        gap_RTG = (
+            gaps_EG[segment.clamp(min=0)] * (out["after"][..., None] > torch.arange(most)) * (segment >= 0)[..., None]
         )
-        shift = gap_RT2.sum(-1)
+        shift = gap_RTG.sum(-1)
         positions = positions + (shift[..., None] if positions.ndim == 3 else shift)
     learned = out["learned"].nonzero()
-    counts = [sum(image.tokens for image in example.prompt.images) for example in examples]
-    offsets = [0, *itertools.accumulate(counts)]
+    sources, pools = _sources(examples)
     return SftBatch(
         ids_RT=out["ids"],
         positions=positions.permute(2, 0, 1).contiguous() if backbone.mrope else positions,
@@ -119,13 +137,29 @@ def pack_rows(
         slot_RT=out["slot"],
         image_visibility_RT=_veil(examples, segment, out, hidden_ratio, generator),
         images=tuple(image for example in examples for image in example.prompt.images),
-        slot_source_N=torch.cat([example.targets + start for example, start in zip(examples, offsets, strict=False)]),
+        slot_source_N=sources,
         slot_example_N=torch.arange(len(examples)).repeat_interleave(torch.tensor([len(e.targets) for e in examples])),
         predict_M2=learned - torch.tensor([0, 1]),
         labels_M=out["ids"][out["learned"]],
         examples=len(examples),
+        pool_source_P=torch.cat(pools) if pools else torch.empty(0, dtype=torch.long),
+        pool_sizes=torch.tensor([len(pool) for pool in pools], dtype=torch.long),
         names=[example.name for example in examples],
     )
+
+
+def _sources(examples: Sequence[SftExample]) -> tuple[Tensor, list[Tensor]]:
+    """Targets and pools of all examples, counted over all visual tokens of the microbatch; pools come after these."""
+    counts = [sum(image.tokens for image in example.prompt.images) for example in examples]
+    total, start = sum(counts), 0
+    found: list[Tensor] = []
+    pools: list[Tensor] = []
+    for example, count in zip(examples, counts, strict=True):
+        # A target from ``count`` on is a pool of the example.
+        found.append(example.targets + torch.where(example.targets < count, start, total + len(pools) - count))
+        pools += [pool + start for pool in example.pools]
+        start += count
+    return torch.cat(found), pools
 
 
 _FILL: dict[str, int | bool] = {
@@ -151,28 +185,32 @@ def _veil(
     ratio: float,
     generator: torch.Generator | None,
 ) -> Tensor | None:
-    """2 for text that cannot see the image, 1 for the image it cannot see, in a share of the examples with targets."""
+    """2 for text that cannot see the image, 1 for the image it cannot see, in a share of the examples whose response
+    stands behind a span."""
     if not ratio:
         return None
     draws = torch.rand(len(examples), generator=generator)
-    hide_E = (draws < ratio) & torch.tensor([len(example.targets) > 0 for example in examples])
+    hide_E = (draws < ratio) & torch.tensor([example.behind_span for example in examples])
     if not bool(hide_E.any()):
         return None
     # All text but <|lvr_start|>, whose state is the first latent: what text cannot see it cannot pass on.
-    opens = (out["after"] == 1) & ~out["slot"]
+    opens = (out["after"] % 2 == 1) & ~out["slot"]
     image_visibility = torch.where(out["slot"] | opens, 0, torch.where(out["image"], 1, 2))
     return torch.where(hide_E[segment_RT.clamp(min=0)] & (segment_RT >= 0), image_visibility, 0)
 
 
 def _lay_out(backbone: Backbone, example: SftExample) -> dict[str, Tensor]:
     """What stands in each column (T,): ids, positions ((T, 3) with multimodal rotary positions), images, slots, learned
-    tokens, and how many gaps of the jitter come before it: one before ``<|lvr_start|>``, one before ``<|lvr_end|>``."""
+    tokens, and how many gaps of the jitter come before it: one before ``<|lvr_start|>``, one before ``<|lvr_end|>``;
+    without a span, both before the response."""
     plain = Prompt(example.prompt.ids, example.prompt.images)
     batch = collate([plain], image_id=backbone.image_id, slot_id=-1, pad_id=0, mrope=backbone.mrope)
     column = torch.arange(len(example))
-    slot = example.prompt.ids == backbone.markers.slot
-    first = example.prompt_length
-    after = first + len(example.targets) + 1 if len(example.targets) else first
+    ids, markers, first = example.prompt.ids, backbone.markers, example.prompt_length
+    slot = ids == markers.slot
+    gaps = ((ids == markers.start) | (ids == markers.end)).long()
+    if not example.behind_span:
+        gaps[first] += 2
     return {
         "ids": example.prompt.ids,
         "positions": batch.positions[..., 0, :].movedim(-1, 0),
@@ -180,5 +218,5 @@ def _lay_out(backbone: Backbone, example: SftExample) -> dict[str, Tensor]:
         "image": batch.image_BT[0],
         "slot": slot,
         "learned": (column >= first) & ~slot,
-        "after": (column >= first).long() + (column >= after).long(),
+        "after": gaps.cumsum(0),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from pydantic import Field
 
 from realvr.backbone.backbone import VisualTokens
-from realvr.backbone.loading import trained_latents
+from realvr.backbone.loading import DEFAULT_LATENTS, trained_latents
 from realvr.data.mixture import Mixture
 from realvr.data.packing import PackedStream
 from realvr.data.sample import Sample
@@ -19,14 +20,14 @@ from realvr.data.wording import response_text, spelled_out
 from realvr.errors import UserError
 from realvr.imaging.types import ImageInput
 from realvr.training.adapters import Adapters
-from realvr.training.dropping import ENOUGH, over, too_many
+from realvr.training.dropping import ENOUGH, Draws, over, too_many
 from realvr.training.examples import Encoder, all_of
 from realvr.training.features import KeptFeatures
 from realvr.training.method import Method, Run
-from realvr.training.sections import MethodConfig
 from realvr.training.settings import SftSettings, TrainSettings
 from realvr.training.sft_batch import SftBatch, SftExample, pack_rows
 from realvr.training.sources import TrainingData
+from realvr.training.targets import EvidenceConfig, refusal
 from realvr.training.task import Metrics, Ranks
 
 FEW_BOXES = 0.1
@@ -34,7 +35,7 @@ FEW_BOXES = 0.1
 WINDOW = 64  # examples considered together when rows are packed; their pixels are in memory meanwhile
 
 
-class PackedConfig(MethodConfig):
+class PackedConfig(EvidenceConfig):
     """Packed rows."""
 
     may_change: ClassVar[tuple[str, ...]] = ("gradient_checkpointing", "allow_no_evidence")
@@ -103,7 +104,7 @@ class PackedMethod(Method[SftSettings, PC, SftBatch]):
         self.adapters = Adapters(self.backbone, settings.lora, markers=self.backbone.latents > 0)
         self.backbone.spell_out = c.spell_out
         respond = spelled_out if c.spell_out else response_text
-        self.encoder = Encoder(self.backbone, c.pack_tokens, settings.data.keep_encoded, respond)
+        self.encoder = Encoder(self.backbone, c.pack_tokens, settings.data.keep_encoded, respond, c)
         self.draws = self.encoder.draws
         self.samples = run.data.mixture(settings, run.ranks.rank, run.ranks.world)
         encoded = EncodedSamples(self.samples, self.encoder, settings)
@@ -172,9 +173,13 @@ class PackedMethod(Method[SftSettings, PC, SftBatch]):
 
     @classmethod
     def check_data(cls, settings: SftSettings, data: TrainingData, ranks: Ranks) -> None:
-        """Latents learn from rows with evidence boxes alone: refuse data without any, warn where there are few."""
+        """Refuse data of which too many rows would be left out for their boxes. Latents learn from rows with boxes
+        alone: refuse data without any, warn where there are few."""
         chosen = settings.model.latents
-        if chosen == 0 or (chosen is None and trained_latents(settings.model.path) == 0):  # Direct-SFT: no span
+        latents = trained_latents(settings.model.path) if chosen is None else chosen
+        latents = DEFAULT_LATENTS if latents is None else latents
+        _check_boxes(settings, data, latents, ranks.rank == 0)
+        if latents == 0:  # Direct-SFT: no span
             return
         sources = [
             found for found, source in zip(data.census.sources, settings.data.sources, strict=True) if source.weight
@@ -193,3 +198,22 @@ class PackedMethod(Method[SftSettings, PC, SftBatch]):
                 "alone",
                 stacklevel=2,
             )
+
+
+def _check_boxes(settings: SftSettings, data: TrainingData, latents: int, first: bool) -> None:
+    """Print how many rows of each source will be left out for their boxes; stop where these are too many."""
+    config = settings.method
+    if not isinstance(config, EvidenceConfig):
+        return
+    for name, samples in data.samples.items():
+        draws = Draws(len(samples), what="are left out for their boxes")
+        for sample in samples:
+            if (refused := refusal(config, sample, latents)) is not None:
+                draws.reject(refused[0], f"{sample.source or sample.id}: {refused[1]}")
+        if not draws.rejected or not data.weights[name]:
+            continue
+        if draws.rejected.total() > settings.data.max_dropped * draws.drawn:
+            raise too_many(draws, settings, f"before the first step, {name}")
+        if first:
+            where = "; ".join(draws.first.values())
+            print(f"data: {name}: {draws.line()} (first: {where})", file=sys.stderr, flush=True)

@@ -70,6 +70,8 @@ class Item:
     cycle: str | None = None
     earlier: tuple[tuple[str, str], ...] = ()
     """Questions and replies of the conversation before this one."""
+    earlier_boxes: tuple[tuple[tuple[int, PixelBox], ...], ...] = ()
+    """Evidence of each earlier reply, as ``boxes``; empty where none is given."""
     fresh: bool = False
     """After an earlier turn: the last view comes with the last question, the others came with the first."""
     meta: dict[str, Any] = field(default_factory=dict)
@@ -81,8 +83,11 @@ class Item:
 
     def fractions(self) -> list[Box]:
         """Evidence as fractions of its picture, clipped to it."""
+        return self._fractions(self.boxes)
+
+    def _fractions(self, boxes: tuple[tuple[int, PixelBox], ...]) -> list[Box]:
         found = []
-        for index, (x0, y0, x1, y1) in self.boxes:
+        for index, (x0, y0, x1, y1) in boxes:
             width, height = self.views[index].size
             corners = (max(x0, 0) / width, max(y0, 0) / height, min(x1, width) / width, min(y1, height) / height)
             found.append(Box(index, corners))
@@ -111,6 +116,7 @@ class Item:
             pair=self.pair,
             cycle=self.cycle,
             meta=dict(self.meta),
+            earlier_boxes=[self._fractions(boxes) for boxes in self.earlier_boxes],
         )
 
 

@@ -302,6 +302,7 @@ def _sequel(rng: np.random.Generator, recipe: Recipe, number: int, style: Style)
         views=(View(before, f"sequels/{number}-1.png"), *item.views),
         boxes=tuple((1, box) for _, box in item.boxes),
         earlier=((asked(first.text, first.choices), formatted(letter)),),
+        earlier_boxes=(tuple((0, box) for box in first.boxes(before)),),
         fresh=True,
     )
 

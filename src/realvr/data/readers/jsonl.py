@@ -35,13 +35,19 @@ def to_json(sample: Sample, images: list[str] | None = None) -> dict[str, Any]:
         "question": sample.question,
         "choices": sample.choices,
         "answer": sample.answer,
-        "boxes": [{"image": box.image, "xyxy": list(box.xyxy)} for box in sample.boxes],
+        "boxes": _plain(sample.boxes),
     }
     simple = [Message("user", sample.question, tuple(range(len(sample.images))))]
     if sample.turns != simple:
         row["turns"] = [{"role": turn.role, "text": turn.text, "images": list(turn.images)} for turn in sample.turns]
+    if sample.earlier_boxes:
+        row["earlier_boxes"] = [_plain(boxes) for boxes in sample.earlier_boxes]
     optional = ("response", "task", "category", "tags", "pair", "cycle", "meta")
     return row | {name: getattr(sample, name) for name in optional if getattr(sample, name)}
+
+
+def _plain(boxes: list[Box]) -> list[dict[str, Any]]:
+    return [{"image": box.image, "xyxy": list(box.xyxy)} for box in boxes]
 
 
 def _images(row: dict[str, Any], ctx: Context) -> list[ImageRef]:
@@ -79,10 +85,9 @@ def _turns(row: dict[str, Any], count: int) -> list[Message]:
     return turns
 
 
-def _boxes(row: dict[str, Any], images: list[ImageRef], ctx: Context) -> list[Box]:
-    raw = row.get("boxes") or []
+def _boxes(raw: Any, name: str, images: list[ImageRef], ctx: Context) -> list[Box]:
     if not isinstance(raw, list):
-        raise BadRow(reasons.BOX_MALFORMED, f"'boxes' is {type(raw).__name__}, a list is expected")
+        raise BadRow(reasons.BOX_MALFORMED, f"{name} is {type(raw).__name__}, a list is expected")
     found: list[tuple[object, int]] = []
     for entry in raw:
         image = entry.get("image", 0) if isinstance(entry, dict) else None
@@ -90,6 +95,18 @@ def _boxes(row: dict[str, Any], images: list[ImageRef], ctx: Context) -> list[Bo
             raise BadRow(reasons.BOX_MALFORMED, f"box {entry!r:.60} names no image of the row")
         found.append((entry.get("xyxy"), image))
     return ctx.read_boxes(found, images, own="fractions")
+
+
+def _earlier_boxes(row: dict[str, Any], turns: list[Message], images: list[ImageRef], ctx: Context) -> list[list[Box]]:
+    """A list of boxes for each assistant turn, or none at all."""
+    raw = row.get("earlier_boxes") or []
+    if not isinstance(raw, list):
+        raise BadRow(reasons.BOX_MALFORMED, f"'earlier_boxes' is {type(raw).__name__}, a list of lists is expected")
+    replies = sum(turn.role == "assistant" for turn in turns)
+    if raw and len(raw) != replies:
+        detail = f"'earlier_boxes' has {len(raw)} lists, the turns have {replies} earlier replies: one each is expected"
+        raise BadRow(reasons.BOX_MALFORMED, detail)
+    return [_boxes(boxes, f"list {number} of 'earlier_boxes'", images, ctx) for number, boxes in enumerate(raw, 1)]
 
 
 def _optional(row: dict[str, Any], name: str, kind: type) -> Any:
@@ -105,16 +122,16 @@ def parse(row: dict[str, Any], ctx: Context) -> Sample:
     """One line -> sample."""
     images = _images(row, ctx)
     choices = checked_choices(row["choices"]) if _optional(row, "choices", list) else []
-    answer = text_of(row, "answer")
+    answer, turns = text_of(row, "answer"), _turns(row, len(images))
     if is_blank(answer):
         raise BadRow(reasons.ANSWER_EMPTY, "'answer' is empty")
     return Sample(
         id=id_of(row, "id"),
         images=images,
-        turns=_turns(row, len(images)),
+        turns=turns,
         answer=letter_answer(answer, choices) if choices else answer,
         choices=choices,
-        boxes=_boxes(row, images, ctx),
+        boxes=_boxes(row.get("boxes") or [], "'boxes'", images, ctx),
         response=_optional(row, "response", str),
         task=_optional(row, "task", str),
         category=_optional(row, "category", str),
@@ -123,6 +140,7 @@ def parse(row: dict[str, Any], ctx: Context) -> Sample:
         cycle=None if row.get("cycle") is None else text_of(row, "cycle"),
         source=ctx.source,
         meta=_optional(row, "meta", dict),
+        earlier_boxes=_earlier_boxes(row, turns, images, ctx),
     )
 
 

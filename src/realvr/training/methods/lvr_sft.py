@@ -35,8 +35,10 @@ class LvrSft(PackedMethod[LvrSftConfig]):
     not the slots.
 
     Departures from the paper: the reconstruction error is a mean over d (the paper's table; its equation sums, which is
-    ``reconstruction_reduction: sum``). Two options are ours and off by default: position jitter, and hiding the image
-    from all text of a share of the examples, so that the response can read it through the latents only.
+    ``reconstruction_reduction: sum``). These options are ours and off by default: position jitter; hiding the image
+    from all text of a share of the examples, so that the response can read it through the latents only; answers in
+    words before their letter; targets in the order of the boxes (``evidence_order: given``); spans of exactly K slots,
+    a slot for each box (``span: fixed``); spans in earlier turns (``earlier_spans``).
     """
 
     name, order, Config = "lvr-sft", 0, LvrSftConfig
@@ -61,7 +63,7 @@ class LvrSft(PackedMethod[LvrSftConfig]):
         visual = self.encode_images(b.images)
         embeds = backbone.embed(b.ids_RT.masked_fill(b.image_RT | b.slot_RT, 0))
         features_ND = visual.features_ND.to(embeds.dtype)
-        targets_ND = features_ND[b.slot_source_N]  # the evidence, in reading order
+        targets_ND = b.targets(features_ND)  # the evidence
         if b.images:
             embeds = embeds.masked_scatter(b.image_RT[..., None], features_ND)
         embeds = embeds.masked_scatter(b.slot_RT[..., None], targets_ND)
@@ -95,8 +97,8 @@ def _latent_metrics(states_ND: Tensor, targets_ND: Tensor, b: SftBatch) -> tuple
         cosine = nn.functional.cosine_similarity(states_ND.float(), targets_ND.float(), dim=-1)
     device = cosine.device
     has_targets = torch.zeros(b.examples, device=device).index_fill(0, b.slot_example_N, 1.0)
-    # The first latent alone has seen no evidence yet: it shows whether the model finds it by itself.
-    first = b.slot_example_N.diff(prepend=b.slot_example_N.new_tensor([-1])) != 0
+    # The first latent of a span alone has seen no evidence yet: it shows whether the model finds it by itself.
+    first = ~b.slot_RT.roll(1, dims=1)[b.slot_RT]
     return has_targets.sum() / b.targets_total, {
         "data/with_targets": (has_targets.sum(), torch.tensor(float(b.examples), device=device)),
         "latents/cos_target": (cosine.sum(), torch.tensor(float(len(cosine)), device=device)),

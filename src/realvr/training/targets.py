@@ -1,0 +1,173 @@
+"""What the latent slots of Stage 1 stand for: from evidence boxes to the targets of each span. numpy only.
+
+The paper's reading is the default: a slot for each visual token of the evidence, in reading order. Everything else here
+is ours: targets in the order of the boxes, spans of exactly K slots, spans in earlier turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import model_validator
+
+from realvr.data import reasons
+from realvr.data.boxes import before_each_reply, center_token, clip_box, prompt_boxes, target_tokens, unshown_box
+from realvr.data.sample import Box, Sample
+from realvr.imaging.types import Grid
+from realvr.training.sections import MethodConfig
+
+TOO_MANY_BOXES = "too_many_boxes"
+SEVERAL_IMAGES = "boxes_on_several_images"
+Tokens = NDArray[np.int64]
+
+
+class EvidenceConfig(MethodConfig):
+    """How evidence boxes become the targets of a latent span."""
+
+    evidence_order: Literal["reading", "given"] = "reading"
+    """Order of the targets. ``reading``: row by row over the image, as in the paper. ``given``: box by box, in the
+    order of the row's boxes, which are then a trail; each visual token once. Not in the paper."""
+    span: Literal["as-evidence", "fixed"] = "as-evidence"
+    """Length of the span. ``as-evidence``: a slot for each visual token of the evidence, as in the paper. ``fixed``:
+    exactly K = ``model.latents`` slots, one for each box and the last repeated, so that K is the same in training and
+    at inference. Not in the paper."""
+    target: Literal["center", "mean"] = "center"
+    """With ``span: fixed``, what the slot of a box stands for: the visual token at its centre, or the mean of its
+    visual tokens."""
+    too_many_boxes: Literal["refuse", "thin"] = "refuse"
+    """With ``span: fixed``, a row with more boxes than K: left out and counted, or thinned evenly to K boxes, the first
+    and the last among them."""
+    without_boxes: Literal["no-span", "whole-image"] = "no-span"
+    """With ``span: fixed``, a row without boxes: no span, or K times the mean of all visual tokens shown so far."""
+    several_images: Literal["refuse", "reading"] = "refuse"
+    """With ``evidence_order: given``, a row whose boxes lie on several images, which are no one trail: left out and
+    counted, or in reading order, image by image."""
+    earlier_spans: bool = False
+    """Rows with earlier assistant turns: a span in these turns too, from ``earlier_boxes``, as a conversation whose
+    spans are kept has at inference. Its states are trained to reconstruct its targets; the earlier replies themselves
+    are not learned. With ``spell_out`` they are in words too. Not in the paper."""
+
+    @model_validator(mode="after")
+    def _used(self) -> EvidenceConfig:
+        """Refuse a choice that would have no effect."""
+        for name, value in (("target", "mean"), ("too_many_boxes", "thin"), ("without_boxes", "whole-image")):
+            if self.span != "fixed" and getattr(self, name) == value:
+                raise ValueError(f"{name}: {value} has no effect with span: {self.span}; set span: fixed")
+        if self.several_images != "refuse" and self.evidence_order != "given":
+            raise ValueError(f"several_images: {self.several_images} has no effect; set evidence_order: given")
+        return self
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Targets of each reply's span, the last being the one that is learned; empty where a reply has none.
+
+    A target below the number of visual tokens is that token of the prompt; those from there on are ``pools``, each the
+    mean of several.
+    """
+
+    targets: list[Tokens]
+    pools: list[Tokens]
+
+
+def replies(config: EvidenceConfig, sample: Sample) -> list[Sample]:
+    """The sample before each reply that may have a span."""
+    return before_each_reply(sample) if config.earlier_spans else [sample]
+
+
+def refusal(config: EvidenceConfig, sample: Sample, latents: int) -> tuple[str, str] | None:
+    """Why a row is left out, as reason and sentence; None where it is not. Without latents none has too many boxes."""
+    if (problem := unshown_box(sample)) is not None:
+        return reasons.BOX_NOT_SHOWN, problem
+    for part in replies(config, sample):
+        boxes = _with_area(part.boxes)
+        if config.span == "fixed" and config.too_many_boxes == "refuse" and 0 < latents < len(boxes):
+            return TOO_MANY_BOXES, f"{len(boxes)} boxes, more than model.latents {latents}"
+        images = sorted({box.image for box in boxes})
+        if config.evidence_order == "given" and config.several_images == "refuse" and len(images) > 1:
+            shown = ", ".join(str(image) for image in images)
+            return SEVERAL_IMAGES, f"boxes on images {shown}: those of a trail are on one image"
+    return None
+
+
+def spans(config: EvidenceConfig, sample: Sample, grids: Sequence[Grid], latents: int) -> Spans:
+    """Targets of a row that is not left out; ``grids`` are those of `Sample.images`."""
+    starts = [0, *accumulate(grids[index].tokens for index in sample.shown)]
+    found = Spans([], [])
+    for part in replies(config, sample):
+        shown = [grids[index] for index in part.shown]
+        boxes = _with_area(prompt_boxes(part)) if latents else []
+        if config.span == "fixed":
+            own = _fixed(config, boxes, shown, starts, latents, found.pools)
+        else:
+            own = _as_evidence(config, boxes, shown, starts)
+        found.targets.append(own)
+    return found
+
+
+def _with_area(boxes: Sequence[Box]) -> list[Box]:
+    return [box for box in boxes if clip_box(box.xyxy) is not None]
+
+
+def _ordered(config: EvidenceConfig, boxes: Sequence[Box]) -> bool:
+    """Whether the targets follow the order of the boxes."""
+    return config.evidence_order == "given" and len({box.image for box in boxes}) <= 1
+
+
+def _as_evidence(config: EvidenceConfig, boxes: list[Box], grids: Sequence[Grid], starts: Sequence[int]) -> Tokens:
+    """Every visual token of the evidence, once."""
+    if _ordered(config, boxes):
+        found = [target_tokens([box.xyxy], grids[box.image]) + starts[box.image] for box in boxes]
+    else:
+        own = [[box.xyxy for box in boxes if box.image == place] for place in range(len(grids))]
+        found = [target_tokens(each, grids[place]) + starts[place] for place, each in enumerate(own) if each]
+    tokens = np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+    _, first = np.unique(tokens, return_index=True)
+    return tokens[np.sort(first)]
+
+
+def _fixed(
+    config: EvidenceConfig,
+    boxes: list[Box],
+    grids: Sequence[Grid],
+    starts: Sequence[int],
+    latents: int,
+    pools: list[Tokens],
+) -> Tokens:
+    """K targets, one for each box and the last repeated; adds to ``pools``."""
+    visual = starts[-1]
+
+    def pooled(tokens: Tokens) -> int:
+        if len(tokens) == 1:
+            return int(tokens[0])
+        pools.append(tokens)
+        return visual + len(pools) - 1
+
+    def center(box: Box) -> int:
+        return starts[box.image] + (center_token(box.xyxy, grids[box.image]) or 0)
+
+    if not boxes:
+        whole = config.without_boxes == "whole-image" and latents and grids
+        targets = [pooled(np.arange(starts[len(grids)], dtype=np.int64))] * latents if whole else []
+        return np.array(targets, dtype=np.int64)
+    order = _thinned(boxes if _ordered(config, boxes) else sorted(boxes, key=center), latents)
+    if config.target == "center":
+        targets = [center(box) for box in order]
+    else:
+        targets = [pooled(target_tokens([box.xyxy], grids[box.image]) + starts[box.image]) for box in order]
+    return np.array([*targets, *[targets[-1]] * (latents - len(targets))], dtype=np.int64)
+
+
+def _thinned(boxes: list[Box], most: int) -> list[Box]:
+    """At most ``most`` boxes at even distances, the first and the last among them (of one: the last)."""
+    if len(boxes) <= most:
+        return boxes
+    if most == 1:
+        return boxes[-1:]
+    last, gaps = len(boxes) - 1, most - 1
+    return [boxes[(2 * number * last + gaps) // (2 * gaps)] for number in range(most)]
