@@ -66,8 +66,8 @@ class Sample:
     choices: list[str] = field(default_factory=list)
     """Option texts without letters, in order; empty for a free answer."""
     boxes: list[Box] = field(default_factory=list)
-    """Evidence; empty means that nothing is known (the whole image counts as evidence). The order is kept: it may be a
-    trail, in which each box follows from the one before."""
+    """Evidence; empty means that nothing is known (the whole image counts as evidence). May be a trail, in which each
+    box follows from the one before: readers keep the order."""
     response: str = ""
     """The whole reply, only where it is more than the answer."""
     task: str = ""
@@ -81,6 +81,9 @@ class Sample:
     meta: dict[str, Any] = field(default_factory=dict)
     earlier_boxes: list[list[Box]] = field(default_factory=list)
     """Evidence of the earlier replies, a list for each assistant turn; empty where none is known."""
+    ordered: bool = True
+    """Whether the order of the boxes means something; where it does not, Stage 1 takes their tokens in reading order
+    whatever its ``evidence_order``."""
 
     @classmethod
     def ask(cls, id: str, images: list[ImageRef], question: str, answer: str, **fields: Any) -> Sample:

@@ -98,7 +98,7 @@ def _remedies(settings: TrainSettings) -> dict[str, str]:
         TOO_LONG: f"raise {limit}, or lower model.max_tokens" if limit else "lower model.max_tokens",
         UNREADABLE_IMAGE: f"{checks} opens every image",
         TOO_MANY_BOXES: "raise model.latents, or set method.too_many_boxes thin",
-        SEVERAL_IMAGES: "set method.several_images reading for targets in reading order in these rows",
+        SEVERAL_IMAGES: "set ordered: false on a source whose boxes are no trails, for targets in reading order",
         EMPTY_ANSWER: "answers must name one of the options, or hold at least one letter or digit",
     }
 

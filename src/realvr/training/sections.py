@@ -63,6 +63,9 @@ class SourceSettings(Section):
     boxes: Literal["fractions", "pixels", "auto"] | None = None
     """What the numbers of evidence boxes are: fractions of the image, pixels of it, or decided row by row (pixels where
     a value is above 2). None: the format's own rule, which is fractions for our JSON lines."""
+    ordered: bool | None = None
+    """Whether the order of a row's evidence boxes means something, as in a trail; without it the method's
+    ``evidence_order: given`` leaves the rows in reading order. None: as each row says, which is yes by default."""
     duplicates: Literal["drop", "rename"] = "drop"
     """What happens to a row whose id was seen before (LLaVA files reuse ids on purpose: ``rename`` keeps them)."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +83,8 @@ def training_data(settings: TrainSettings, ranks: Ranks) -> TrainingData:
     counted: list[SourceCensus] = []
     for number, (source, samples, report) in enumerate(lists):
         name = source.path if source.path not in kept else f"{source.path}#{number}"
+        if source.ordered is not None:
+            samples = [replace(sample, ordered=source.ordered) for sample in samples]
         kept[name], found = census.count(source.path, samples, report, missing)
         weights[name] = source.weight
         counted.append(found)

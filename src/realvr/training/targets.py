@@ -31,7 +31,8 @@ class EvidenceConfig(MethodConfig):
 
     evidence_order: Literal["reading", "given"] = "reading"
     """Order of the targets. ``reading``: row by row over the image, as in the paper. ``given``: box by box, in the
-    order of the row's boxes, which are then a trail; each visual token once. Not in the paper."""
+    order of the row's boxes, each visual token once; boxes on several images are no trail, and such a row is left out
+    and counted. Rows and sources that are not ``ordered`` keep the reading order. Not in the paper."""
     span: Literal["as-evidence", "fixed"] = "as-evidence"
     """Length of the span. ``as-evidence``: a slot for each visual token of the evidence, as in the paper. ``fixed``:
     exactly K = ``model.latents`` slots, one for each box and the last repeated, so that K is the same in training and
@@ -44,9 +45,6 @@ class EvidenceConfig(MethodConfig):
     and the last among them."""
     without_boxes: Literal["no-span", "whole-image"] = "no-span"
     """With ``span: fixed``, a row without boxes: no span, or K times the mean of all visual tokens shown so far."""
-    several_images: Literal["refuse", "reading"] = "refuse"
-    """With ``evidence_order: given``, a row whose boxes lie on several images, which are no one trail: left out and
-    counted, or in reading order, image by image."""
     earlier_spans: bool = False
     """Rows with earlier assistant turns: a span in these turns too, from ``earlier_boxes``, as a conversation whose
     spans are kept has at inference. Its states are trained to reconstruct its targets; the earlier replies themselves
@@ -58,8 +56,6 @@ class EvidenceConfig(MethodConfig):
         for name, value in (("target", "mean"), ("too_many_boxes", "thin"), ("without_boxes", "whole-image")):
             if self.span != "fixed" and getattr(self, name) == value:
                 raise ValueError(f"{name}: {value} has no effect with span: {self.span}; set span: fixed")
-        if self.several_images != "refuse" and self.evidence_order != "given":
-            raise ValueError(f"several_images: {self.several_images} has no effect; set evidence_order: given")
         return self
 
 
@@ -89,23 +85,24 @@ def refusal(config: EvidenceConfig, sample: Sample, latents: int) -> tuple[str, 
         if config.span == "fixed" and config.too_many_boxes == "refuse" and 0 < latents < len(boxes):
             return TOO_MANY_BOXES, f"{len(boxes)} boxes, more than model.latents {latents}"
         images = sorted({box.image for box in boxes})
-        if config.evidence_order == "given" and config.several_images == "refuse" and len(images) > 1:
+        if _in_given_order(config, sample) and len(images) > 1:
             shown = ", ".join(str(image) for image in images)
-            return SEVERAL_IMAGES, f"boxes on images {shown}: those of a trail are on one image"
+            return SEVERAL_IMAGES, f"boxes on images {shown}; those of a trail are on one image"
     return None
 
 
 def spans(config: EvidenceConfig, sample: Sample, grids: Sequence[Grid], latents: int) -> Spans:
     """Targets of a row that is not left out; ``grids`` are those of `Sample.images`."""
     starts = [0, *accumulate(grids[index].tokens for index in sample.shown)]
+    given = _in_given_order(config, sample)
     found = Spans([], [])
     for part in replies(config, sample):
         shown = [grids[index] for index in part.shown]
         boxes = _with_area(prompt_boxes(part)) if latents else []
         if config.span == "fixed":
-            own = _fixed(config, boxes, shown, starts, latents, found.pools)
+            own = _fixed(config, boxes, given, shown, starts, latents, found.pools)
         else:
-            own = _as_evidence(config, boxes, shown, starts)
+            own = _as_evidence(boxes, given, shown, starts)
         found.targets.append(own)
     return found
 
@@ -114,14 +111,13 @@ def _with_area(boxes: Sequence[Box]) -> list[Box]:
     return [box for box in boxes if clip_box(box.xyxy) is not None]
 
 
-def _ordered(config: EvidenceConfig, boxes: Sequence[Box]) -> bool:
-    """Whether the targets follow the order of the boxes."""
-    return config.evidence_order == "given" and len({box.image for box in boxes}) <= 1
+def _in_given_order(config: EvidenceConfig, sample: Sample) -> bool:
+    return config.evidence_order == "given" and sample.ordered
 
 
-def _as_evidence(config: EvidenceConfig, boxes: list[Box], grids: Sequence[Grid], starts: Sequence[int]) -> Tokens:
-    """Every visual token of the evidence, once."""
-    if _ordered(config, boxes):
+def _as_evidence(boxes: list[Box], given: bool, grids: Sequence[Grid], starts: Sequence[int]) -> Tokens:
+    """Every visual token of the evidence, once; box by box where the order is the ``given`` one."""
+    if given:
         found = [target_tokens([box.xyxy], grids[box.image]) + starts[box.image] for box in boxes]
     else:
         own = [[box.xyxy for box in boxes if box.image == place] for place in range(len(grids))]
@@ -134,6 +130,7 @@ def _as_evidence(config: EvidenceConfig, boxes: list[Box], grids: Sequence[Grid]
 def _fixed(
     config: EvidenceConfig,
     boxes: list[Box],
+    given: bool,
     grids: Sequence[Grid],
     starts: Sequence[int],
     latents: int,
@@ -155,7 +152,7 @@ def _fixed(
         whole = config.without_boxes == "whole-image" and latents and grids
         targets = [pooled(np.arange(starts[len(grids)], dtype=np.int64))] * latents if whole else []
         return np.array(targets, dtype=np.int64)
-    order = _thinned(boxes if _ordered(config, boxes) else sorted(boxes, key=center), latents)
+    order = _thinned(boxes if given else sorted(boxes, key=center), latents)
     if config.target == "center":
         targets = [center(box) for box in order]
     else:

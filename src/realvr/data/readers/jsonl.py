@@ -42,6 +42,8 @@ def to_json(sample: Sample, images: list[str] | None = None) -> dict[str, Any]:
         row["turns"] = [{"role": turn.role, "text": turn.text, "images": list(turn.images)} for turn in sample.turns]
     if sample.earlier_boxes:
         row["earlier_boxes"] = [_plain(boxes) for boxes in sample.earlier_boxes]
+    if not sample.ordered:
+        row["ordered"] = False
     optional = ("response", "task", "category", "tags", "pair", "cycle", "meta")
     return row | {name: getattr(sample, name) for name in optional if getattr(sample, name)}
 
@@ -141,6 +143,7 @@ def parse(row: dict[str, Any], ctx: Context) -> Sample:
         source=ctx.source,
         meta=_optional(row, "meta", dict),
         earlier_boxes=_earlier_boxes(row, turns, images, ctx),
+        ordered=True if row.get("ordered") is None else _optional(row, "ordered", bool),
     )
 
 

@@ -8,8 +8,8 @@ from realvr.training.methods.lvr_sft import LvrSft
 class DirectSft(LvrSft):
     """The same data and steps as LVR-SFT without a latent span: cross-entropy only.
 
-    It takes the settings of LVR-SFT's spans, so that one file serves both, and leaves out the rows that
-    `several_images` leaves out there. It has no K: no row has too many boxes.
+    It takes the settings of LVR-SFT's spans, so that one file serves both, and leaves out the rows whose boxes are no
+    trail. It has no K: no row has too many boxes.
     """
 
     name, order = "direct-sft", 1
