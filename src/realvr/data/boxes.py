@@ -157,7 +157,7 @@ def center_token(xyxy: Sequence[float], grid: Grid) -> int | None:
     box = clip_box(xyxy)
     if box is None:
         return None
-    rows, cols = _canvas(grid)
+    rows, cols = canvas_size(grid)
     x0, y0, x1, y1 = box
     row, col = min(int((y0 + y1) / 2 * rows), rows - 1), min(int((x0 + x1) / 2 * cols), cols - 1)
     (tile_row, row), (tile_col, col) = divmod(row, grid.rows), divmod(col, grid.cols)
