@@ -16,7 +16,7 @@ from realvr.world.scene import BUCKETS
 from realvr.world.splits import SPLITS, Recipe, build, drawn, items, leaks, samples
 from world_solver import solve
 
-SMALL = {"hrbench-4k": 4, "hrbench-8k": 4, "counterfactual": 12, "mmvp": 20, "practice": 160}
+SMALL = {"hrbench-4k": 4, "hrbench-8k": 4, "counterfactual": 12, "trails-pairs": 12, "mmvp": 20, "practice": 160}
 
 
 def test_buckets_are_disjoint_and_all_used():
@@ -26,6 +26,7 @@ def test_buckets_are_disjoint_and_all_used():
     for family in (scenes, trails):
         owned = [bucket for split in family.values() for bucket in split.buckets]
         assert len(owned) == len(set(owned)) <= BUCKETS
+        assert max(owned) < BUCKETS
     assert sum(len(split.buckets) for split in scenes.values()) == BUCKETS
     assert len({split.number for split in SPLITS.values()}) == len(SPLITS)
 
@@ -99,7 +100,7 @@ def test_a_script_that_workers_cannot_import_fails_with_a_hint(tmp_path):
 
 
 def test_a_longer_split_starts_with_the_shorter_one():
-    for name in ("blink", "counterfactual", "mmvp", "curriculum"):
+    for name in ("blink", "counterfactual", "mmvp", "curriculum", "trails", "trails-pairs"):
         short = {item.id: item for item in items(Recipe(name, count=10))}
         longer = {item.id: item for item in items(Recipe(name, count=15))}
         assert set(short) <= set(longer) and all(longer[key] == item for key, item in short.items())
@@ -119,8 +120,9 @@ def test_usual_sizes_are_those_of_the_real_benchmarks():
     )
 
 
-def test_counterfactual_samples_share_question_options_and_pair(everything):
-    found = everything["counterfactual"]
+@pytest.mark.parametrize("name", ["counterfactual", "trails-pairs"])
+def test_counterfactual_samples_share_question_options_and_pair(everything, name):
+    found = everything[name]
     for one, two in zip(found[::2], found[1::2], strict=True):
         assert one.pair == two.pair and (one.tags["view"], two.tags["view"]) == ("original", "edited")
         assert (one.text, one.choices) == (two.text, two.choices)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from pydantic import Field
 
-from realvr.backbone.backbone import VisualTokens
+from realvr.backbone.backbone import Backbone, VisualTokens
 from realvr.backbone.loading import DEFAULT_LATENTS, trained_latents
 from realvr.data.mixture import Mixture
 from realvr.data.packing import PackedStream
@@ -98,6 +98,10 @@ class PackedMethod(Method[SftSettings, PC, SftBatch]):
 
     stage = "sft"
 
+    def __init__(self, backbone: Backbone, config: PC) -> None:
+        super().__init__(backbone, config)
+        self.features = KeptFeatures(backbone)
+
     def begin(self, run: Run[SftSettings]) -> None:
         super().begin(run)
         c, settings = self.config, run.settings
@@ -110,7 +114,6 @@ class PackedMethod(Method[SftSettings, PC, SftBatch]):
         encoded = EncodedSamples(self.samples, self.encoder, settings)
         self.stream = PackedStream(encoded, len, c.pack_tokens, WINDOW)
         self._rows: Iterator[Any] | None = None
-        self.features = KeptFeatures(self.backbone)
 
     # ------------------------------------------------------------------ the words of `collect`
 

@@ -216,7 +216,9 @@ def _counted(made: Iterator[Sample], title: str, total: int | None) -> Iterator[
 def _write(recipe: Recipe, folder: Path, format: Format, workers: int) -> tuple[int, list[Path]]:
     """Write one split; the real layout is made from our own file, so everything is drawn once."""
     info = recipe.info
-    per_unit = {"mmvp": 2, "counterfactual": 2, "hrbench-4k": 4, "hrbench-8k": 4}.get(recipe.split, 1)
+    per_unit = {"mmvp": 2, "counterfactual": 2, "trails-pairs": 2, "hrbench-4k": 4, "hrbench-8k": 4}.get(
+        recipe.split, 1
+    )
     total = len(recipe.units()) * per_unit
     made = _counted(samples(recipe, workers), recipe.split, total)
     real = layout_path(recipe.split, folder)

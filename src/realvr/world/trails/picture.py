@@ -9,7 +9,6 @@ import numpy as np
 from realvr.world.sampling import pick
 from realvr.world.scene import Background, Object, Scene
 from realvr.world.trails.board import Board, Cell, cells_of
-from realvr.world.trails.plan import Plan
 from realvr.world.words import DIRECTIONS, with_article
 
 TONES = ((217, 207, 191), (202, 202, 202), (182, 192, 210))
@@ -18,9 +17,13 @@ REACH = {"circle": 0.95}
 """How far an outline reaches from its centre, in radii, where it is not that of an arrow."""
 
 
-def scene_of(board: Board, plan: Plan, size: tuple[int, int], rng: np.random.Generator) -> Scene:
+def sample_ground(rng: np.random.Generator) -> Background:
+    """What a board lies on."""
+    return Background("flat", pick(rng, TONES))
+
+
+def scene_of(board: Board, size: tuple[int, int], background: Background) -> Scene:
     """The board as a scene. Everything stays within its own cell, so that an edited cell changes no other."""
-    background = Background("flat", pick(rng, TONES))
     objects = tuple(_object(board, cell, size) for cell in cells_of(board.grid))
     return Scene(*size, objects, background, grid=(board.grid[1], board.grid[0]), vocabulary="easy")
 

@@ -62,9 +62,11 @@ def between(rng: np.random.Generator, low: int, high: int) -> int:
     return low + int(rng.random() * (high + 1 - low))
 
 
-def sample_trail(rng: np.random.Generator, plan: Plan, buckets: Container[int] = ANY_BUCKET) -> Trail:
+def sample_trail(
+    rng: np.random.Generator, plan: Plan, buckets: Container[int] = ANY_BUCKET, arrows: int | None = None
+) -> Trail:
     """The number of arrows is fixed first, then boards tried until one has room for it and lies in ``buckets``."""
-    arrows = between(rng, *plan.arrows)
+    arrows = between(rng, *plan.arrows) if arrows is None else arrows
     for _ in range(MAX_TRIES):
         way = _walk(rng, plan.grid, [_anywhere(rng, plan.grid)], arrows)
         others = way and _other_circles(rng, plan, way)
@@ -82,14 +84,14 @@ def _walk(rng: np.random.Generator, grid: Grid, begun: Sequence[Cell], arrows: i
     """A way of ``arrows`` steps that starts as ``begun`` and does not cross itself, or None where it got stuck."""
     way = list(begun)
     while len(way) <= arrows:
-        free = _free(way[-1], grid, way)
+        free = neighbors(way[-1], grid, way)
         if not free:
             return None
         way.append(choose(rng, free))
     return way
 
 
-def _free(cell: Cell, grid: Grid, taken: Container[Cell]) -> list[Cell]:
+def neighbors(cell: Cell, grid: Grid, taken: Container[Cell]) -> list[Cell]:
     """Neighbors on the board that are not taken."""
     near = (step(cell, name) for name in STEPS)
     return [(r, c) for r, c in near if 0 <= r < grid[0] and 0 <= c < grid[1] and (r, c) not in taken]
@@ -121,7 +123,7 @@ def _filled(rng: np.random.Generator, plan: Plan, way: Sequence[Cell], others: S
     for circle in others:  # as long as the real one may be: a circle that nothing leads to would be no option
         here = circle
         for _ in range(between(rng, *plan.arrows)):
-            free = _free(here, plan.grid, taken)
+            free = neighbors(here, plan.grid, taken)
             if not free:
                 break
             there = choose(rng, free)

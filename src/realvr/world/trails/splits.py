@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from realvr.world.items import Item, View
 from realvr.world.scene import Scene
-from realvr.world.trails import lessons, questions
+from realvr.world.trails import lessons, pairs, questions
 from realvr.world.trails.board import Board
-from realvr.world.trails.picture import caption, scene_of, table
+from realvr.world.trails.picture import caption, sample_ground, scene_of, table
 from realvr.world.trails.plan import Plan
 from realvr.world.trails.questions import Asked
 from realvr.world.trails.sampling import sample_trail
@@ -20,33 +21,58 @@ KINDS: dict[str, tuple[str, ...]] = {
     "trails": questions.KINDS,
     "trails-train": questions.KINDS,
     "trails-lessons": lessons.KINDS,
+    "trails-pairs": ("end",),
 }
 """Kinds of question that each split can hold."""
 
 
-def build(
-    rng: np.random.Generator,
-    split: str,
-    number: int,
-    size: tuple[int, int],
-    plan: Plan,
-    kinds: tuple[str, ...],
-    buckets: Container[int],
-) -> list[Item]:
+@dataclass(frozen=True)
+class Order:
+    """What is wanted of a split: its boards, the canvas (width, height), kinds of question and buckets of its own."""
+
+    split: str
+    plan: Plan
+    size: tuple[int, int]
+    kinds: tuple[str, ...]
+    buckets: Container[int]
+
+
+def build(rng: np.random.Generator, order: Order, part: str, number: int) -> list[Item]:
     """The items of one unit."""
-    trail = sample_trail(rng, plan, buckets)
-    asked = lessons.ask_lesson(rng, trail, kinds) if split == "trails-lessons" else questions.ask_end(rng, trail)
-    scene = scene_of(trail.board, plan, size, rng)
-    meta = {"caption": caption(trail.board), "objects": table(trail.board, size)}
-    return [_item(split, f"{split}-{number}", f"{split}/{number}.png", trail.board, scene, asked, meta=meta)]
+    if order.split == "trails-pairs":
+        return _pair(rng, order, part, number)
+    trail = sample_trail(rng, order.plan, order.buckets)
+    lesson = order.split == "trails-lessons"
+    asked = lessons.ask_lesson(rng, trail, order.kinds) if lesson else questions.ask_end(rng, trail)
+    scene = scene_of(trail.board, order.size, sample_ground(rng))
+    meta = {"caption": caption(trail.board), "objects": table(trail.board, order.size)}
+    return [_item(order.split, f"{order.split}-{number}", trail.board, scene, asked, meta=meta)]
 
 
-def _item(split: str, id: str, file: str, board: Board, scene: Scene, asked: Asked, **fields: Any) -> Item:
+def _pair(rng: np.random.Generator, order: Order, edit: str, number: int) -> list[Item]:
+    """The original and the edited board, each with its own trail."""
+    pair = pairs.sample_pair(rng, order.plan, edit, order.buckets)
+    ground, name = sample_ground(rng), f"{edit}-{number}"
+    found = []
+    for view, trail, asked in (("original", pair.original, pair.before), ("edited", pair.edited, pair.after)):
+        scene = scene_of(trail.board, order.size, ground)
+        tags = {"edit": edit, "view": view, "changed": "yes" if pair.before.answer != pair.after.answer else "no"}
+        meta = {"edited_boxes_px": [list(trail.board.box(cell, order.size)) for cell in pair.touched]}
+        item = _item(
+            order.split, f"{name}-{view}", trail.board, scene, asked, tags=tags, meta=meta, category=edit, pair=name
+        )
+        item.meta["trail"] |= {"parts_at": pair.parts_at, "changes_at": pair.changes_at}
+        found.append(item)
+    return found
+
+
+def _item(split: str, id: str, board: Board, scene: Scene, asked: Asked, **fields: Any) -> Item:
     """One question about one board. Boxes are whole cells, in the order in which one looks at them."""
     trail = {"grid": list(board.grid), "cells": [list(cell) for cell in asked.cells], "board": board.entries}
+    name = id.removeprefix(f"{split}-")
     return Item(
         id,
-        (View(scene, file),),
+        (View(scene, f"{split}/{name}.png"),),
         asked.text,
         asked.answer,
         asked.choices,
