@@ -147,7 +147,10 @@ def test_the_values_are_those_of_realvr_eval(data: Path, held: Path, tmp_path: P
     reward.write_text("def words(text, sample):\n    return len(text.split())\n")
     rewards = {"rewards": {"accuracy": 1.0, f"{reward}:words": 0.5}}
     out = tmp_path / "run"
-    found = run("rl", small("rl", data, out, held, **rewards, validation={"effects": True}))[-1]
+    asked_for = {"effects": True, "by": "kind"}
+    raw = small("rl", data, out, held, **rewards, validation=asked_for)
+    raw["data"]["keep_encoded"] = True
+    found = run("rl", raw)[-1]
     folder = tmp_path / "eval"
     flags = ["--max-new", "24", "--batch", "4", "--out", str(folder), "--device", "cpu", "--dtype", "float32"]
     assert main(["eval", str(out / "final"), "--bench", f"mine={held}", *flags]) == 0
@@ -164,6 +167,10 @@ def test_the_values_are_those_of_realvr_eval(data: Path, held: Path, tmp_path: P
     for reply in replies:
         same = ("text", "extracted", "correct", "answer")
         assert {name: reply[name] for name in same} == {name: own[reply["id"]][name] for name in same}
+    kinds = {row["tags"]["kind"] for row in own.values()}
+    by_kind = {kind: [row["correct"] for row in own.values() if row["tags"]["kind"] == kind] for kind in kinds}
+    curves = {f"validation/accuracy/kind={kind}": sum(right) / len(right) for kind, right in by_kind.items()}
+    assert len(curves) > 2 and curves == {name: found[name] for name in found if "accuracy/kind" in name}
     by_hand = [row["correct"] + 0.5 * len(row["text"].split()) for row in own.values()]
     assert found["validation/reward"] == pytest.approx(sum(by_hand) / HELD)
     assert found["validation/reward/mine.py:words"] == pytest.approx(
@@ -398,6 +405,7 @@ def test_a_metric_that_was_not_measured_is_named() -> None:
         ({"validation": {"every": 0}}, "validation.every"),
         ({"validation": {"every": -3}}, "validation.every"),
         ({"validation": {"n": 0}}, "validation.n"),
+        ({"validation": {"by": "arrows"}}, "has the tag 'arrows'; they have kind, withheld"),
         (
             {"checkpoint": {"keep_best": "accuracy"}},
             "no metric is called 'accuracy': choose one of validation/acc",

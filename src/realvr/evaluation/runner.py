@@ -122,11 +122,12 @@ def evaluate(
     notes: Mapping[str, Any] | None = None,
     versions: Mapping[str, Any] | None = None,
     show: bool = True,
+    loader: ImageLoader | None = None,
 ) -> dict[str, Any]:
     """Ask everything that has not been answered in ``out`` yet, and score it. Returns the summary (rank 0).
 
     ``notes`` are further settings that must not change when a run is continued; they go into ``eval.json``.
-    ``show=False`` prints no progress.
+    ``show=False`` prints no progress. A ``loader`` that has prepared pictures for this model before gives them again.
     """
     settings, ranks = settings or EvalSettings(), ranks or Ranks()
     directory = Path(out)
@@ -139,7 +140,7 @@ def evaluate(
             claim(directory, record)
             merge(directory)
         ranks.barrier()
-        run = Run(responder, benches, directory, settings, chosen, batch, ranks, show)
+        run = Run(responder, benches, directory, settings, chosen, batch, ranks, show, loader)
         run.all()
         ranks.barrier()
         if ranks.rank:
@@ -208,6 +209,7 @@ class Run:
         batch: int,
         ranks: Ranks,
         show: bool = True,
+        loader: ImageLoader | None = None,
     ) -> None:
         self.settings = settings
         self.show = show and ranks.rank == 0
@@ -217,7 +219,7 @@ class Run:
         self.store = Store(directory, ranks.rank, ranks.world)
         self.latents = LatentStore(directory, ranks.rank)
         self.asker = Asker(responder, batch)
-        self.loader = ImageLoader(getattr(responder, "prepare", None))
+        self.loader = loader or ImageLoader(getattr(responder, "prepare", None))
 
     def all(self) -> None:
         """Both phases."""

@@ -204,6 +204,9 @@ class ValidationSettings(Section):
     """Questions that one rank answers at a time."""
     max_new: int = Field(default=192, ge=1)
     """Most tokens of an answer, which is greedy and ends at ``</answer>``."""
+    by: str | None = None
+    """Tag of the questions, such as ``arrows`` of trails: each of its values gets an accuracy of its own,
+    ``validation/accuracy/TAG=VALUE``."""
     effects: bool = False
     """Also measure help and dependence: the same questions without a span and with exchanged latents. Takes about five
     times as long."""

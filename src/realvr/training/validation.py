@@ -23,7 +23,7 @@ from realvr.backbone.backbone import Backbone
 from realvr.backbone.samples import answer_tokens, conversation, pad_answers
 from realvr.backbone.types import Prompt
 from realvr.errors import UserError
-from realvr.evaluation.asking import Asked, ImageLoader, prefetch
+from realvr.evaluation.asking import KEPT_IMAGES, Asked, ImageLoader, prefetch
 from realvr.evaluation.effects import EFFECTS
 from realvr.evaluation.model_responder import ModelResponder
 from realvr.evaluation.processes import Ranks as EvaluationRanks
@@ -97,6 +97,10 @@ class Validation:
         asked = settings.validation
         self.sampling = Sampling(temperature=0.0, max_new=asked.max_new, stop=ANSWER_END)
         self.effects = asked.effects and self.latents > 0
+        # Pictures stay ready where those of the training data do.
+        pictures = sum(len(sample.images) for sample in questions.samples) if settings.data.keep_encoded else 0
+        self.loader = ImageLoader(self.backbone.processor, max(pictures, KEPT_IMAGES))
+        self._refuse_missing_tag()
         self._refuse_missing_metric()
 
     def _refuse_missing_metric(self) -> None:
@@ -104,6 +108,12 @@ class Validation:
         metric = self.settings.checkpoint.keep_best or ""
         if metric.removeprefix(f"{NAME}/") in EFFECTS and not self.effects:
             raise UserError(f"checkpoint.keep_best: {metric} needs latents, and this run trains a model without them")
+
+    def _refuse_missing_tag(self) -> None:
+        tag, known = self.settings.validation.by, {name for sample in self.questions.samples for name in sample.tags}
+        if tag is not None and tag not in known:
+            there = f"they have {', '.join(sorted(known))}" if known else "they have none"
+            raise UserError(f"validation.by: no question of {self.questions.path} has the tag '{tag}'; {there}")
 
     @property
     def identity(self) -> str:
@@ -126,6 +136,7 @@ class Validation:
             own = [p for p in predictions if p.condition == "own" and p.latents == self.latents]
             scores = self._scores(own)
         metrics = {"accuracy": _mean([p.correct for p in own])}
+        metrics |= self._by_tag(own)
         metrics["readable"] = _mean([p.extracted is not None for p in own])
         metrics["loss"] = math.fsum(losses.values()) / len(losses) if losses else math.nan
         for name, (_, weight) in self.rewards.items():
@@ -137,6 +148,12 @@ class Validation:
         metrics["seconds"] = time.perf_counter() - begun
         replies = [self._reply(p, row, losses.get(p.question)) for p, row in zip(own, scores, strict=True)]
         return Validated({f"{NAME}/{name}": value for name, value in metrics.items()}, replies)
+
+    def _by_tag(self, own: Sequence[Prediction]) -> dict[str, float]:
+        """Accuracy for each value of the tag that is asked for; questions without it have no say."""
+        tag = self.settings.validation.by
+        values = sorted({p.tags[tag] for p in own if tag in p.tags}) if tag is not None else []
+        return {f"accuracy/{tag}={v}": _mean([p.correct for p in own if p.tags.get(str(tag)) == v]) for v in values}
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -170,7 +187,14 @@ class Validation:
         responder = CurrentModel(self.backbone, self.sampling, self.latents)
         chosen = EvalSettings(latents=(self.latents,), ablation=self.effects)
         summary = evaluate(
-            responder, [self.questions], folder, chosen, batch=asked.batch, ranks=self._shares(), show=False
+            responder,
+            [self.questions],
+            folder,
+            chosen,
+            batch=asked.batch,
+            ranks=self._shares(),
+            show=False,
+            loader=self.loader,
         )
         found = (list(read_predictions(folder / PREDICTIONS)), summary.get("effects", {})) if engine.main else None
         found = engine.gather_objects(found)[0]
@@ -187,8 +211,7 @@ class Validation:
         size, samples, shares = self.settings.validation.batch, self.questions.samples, self._shares()
         batches = [samples[place : place + size] for place in range(0, len(samples), size)]
         own: dict[str, float] = {}
-        loader = ImageLoader(self.backbone.processor)
-        for asked in prefetch(batches[shares.rank :: shares.world], loader):
+        for asked in prefetch(batches[shares.rank :: shares.world], self.loader):
             own |= self._batch_losses(asked)
         if self.engine.lockstep:
             return own
