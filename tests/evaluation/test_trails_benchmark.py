@@ -12,6 +12,7 @@ from eval_cases import Speaker
 from realvr.cli import main
 from realvr.data.export import write
 from realvr.data.sample import LETTERS, ImageRef, Sample
+from realvr.evaluation.benchmark import BENCHMARKS
 from realvr.evaluation.questions import load
 from realvr.evaluation.runner import EvalSettings, evaluate
 from realvr.world.splits import SPLITS
@@ -58,9 +59,9 @@ def test_a_limit_takes_equally_many_of_each_number(questions: Path) -> None:
         assert len(found) == 10 and max(found.values()) - min(found.values()) <= 1
 
 
-@pytest.mark.skipif("trails" not in SPLITS, reason="the world does not draw trails")
 def test_the_worlds_trails_are_asked_under_their_name(tmp_path: Path) -> None:
     assert main(["world", "make", str(tmp_path), "--split", "trails", "--count", "14", "--workers", "1"]) == 0
     asked = load("trails", tmp_path / "trails")
     assert (asked.bench, len(asked)) == ("mini-trails", 14)
     assert all({"kind", "arrows"} <= sample.tags.keys() for sample in asked.samples)
+    assert BENCHMARKS.get("trails").facts.rows == SPLITS["trails"].count

@@ -29,6 +29,7 @@ class Trails(Benchmark):
     title = "Trails"
     order = 80
     reader = jsonl.FORMAT
+    stand_in = "trails"
     rule = Rule("accuracy", _details, beside="`arrows`: by number of arrows on the trail; `kinds`: by kind of question")
     facts = Facts(
         layout=("samples.jsonl beside its images",),
