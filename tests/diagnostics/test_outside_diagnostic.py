@@ -211,7 +211,9 @@ def test_an_unknown_setting_is_refused(model: Path, data: Path, tmp_path: Path) 
     said = run(*command(model, data, tmp_path / "out", "--power", "-1"), code=2)
     assert said == "realvr: error: power: Input should be greater than 0 (got -1.0)\n"
     said = run("diagnose", "bias", model, data, "--out", tmp_path / "out", plugin=None, code=2)
-    assert "(there are counterfactual, distances, exchange, grounding; --plugin FILE.py adds one of your own)" in said
+    own = ", ".join(one.name for one in DIAGNOSTICS if one.__module__.startswith("realvr."))
+    assert "counterfactual, distances, exchange" in own
+    assert f"(there are {own}; --plugin FILE.py adds one of your own)" in said
 
 
 BROKEN = {
@@ -255,7 +257,7 @@ MISTAKEN = {
     "other id": ('"id": sample.id, ', '"id": "x" + sample.id, ', ".* whose 'id' names a sample of the batch"),
     "a tensor": ("norms_K.tolist()", "norms_K", "measure must yield JSON values; .*: Object of type Tensor"),
     "no dict": ('return {"norm": mean', 'return [0] or {"norm": mean', "summarise must return a dict, not list"),
-    "text": ("return [Figures(", "return ['x', Figures(", r"draw must return a list of widgets \(Figures, Fold"),
+    "text": ("return [Figures(", "return ['x', Figures(", r"draw must return a list of widgets \(Explorer, Figures"),
 }
 
 

@@ -14,6 +14,7 @@ from PIL import Image
 
 from chromium import Page
 from optional import need_browser
+from realvr.diagnostics import DIAGNOSTICS
 from report_cases import ARMS
 
 
@@ -34,7 +35,7 @@ def tab(page: Path) -> Iterator[Page]:
 
 
 def test_everything_is_there(tab: Page) -> None:
-    assert tab.run("document.querySelectorAll('main > section').length") == 12
+    assert tab.run("document.querySelectorAll('main > section').length") == 8 + len(DIAGNOSTICS.names())
     assert tab.run("Array.from(document.querySelectorAll('main > section h2')).every(one => one.offsetHeight > 0)")
     assert tab.run("document.querySelectorAll('svg.chart').length") > 20
     names = (

@@ -51,6 +51,8 @@ class Needs:
     """A checkpoint that was trained with latent slots."""
     second_model: bool = False
     """Another model beside the first: ``--second-model``, `Model.second`."""
+    may_compare: bool = False
+    """``--second-model`` is taken where it is given: any model, with its own K or without a span."""
 
     def __str__(self) -> str:
         words = {"pairs": "counterfactual pairs", "boxes": "evidence boxes", "span": "a trained latent span"}
@@ -149,6 +151,8 @@ class Diagnostic(Generic[S]):
     order: ClassVar[int] = 1000
     """Place in lists and in the report; then by name."""
     highlights: ClassVar[tuple[Highlight, ...]] = ()
+    opens: ClassVar[bool] = False
+    """Whether the report opens with its section, where it has results."""
 
     def __init__(self, settings: S | None = None) -> None:
         self.settings: S = cast(S, self.Settings()) if settings is None else settings
@@ -307,7 +311,7 @@ class Diagnostic(Generic[S]):
     def how(cls) -> str:
         """The command that produces its results."""
         data = "PAIRS" if cls.needs.pairs else "DATA"
-        second = " --second-model OTHER" if cls.needs.second_model else ""
+        second = " --second-model OTHER" if cls.needs.second_model or cls.needs.may_compare else ""
         return cls.command or f"realvr diagnose {cls.name} MODEL {data} --out DIR{second}"
 
     @classmethod

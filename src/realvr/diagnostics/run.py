@@ -136,15 +136,18 @@ def load_model(diagnostics: Sequence[Diagnostic], settings: DiagnoseSettings, ra
     comparing = [one.name for one in diagnostics if one.needs.second_model]
     if comparing and not settings.second_model:
         raise UserError(f"diagnostic {comparing[0]} compares two models: name the other with --second-model")
-    if settings.second_model and not comparing:
+    if settings.second_model and not comparing and not any(one.needs.may_compare for one in diagnostics):
         raise UserError(f"--second-model: diagnostic {diagnostics[0].name} looks at one model; leave it out")
     spans = next((one.name for one in diagnostics if one.needs.span), None)
 
-    def load(path: str, second: Model | None = None) -> Model:
+    def load(path: str, needing: str | None, latents: int | None, second: Model | None = None) -> Model:
         responder = _responder(settings, path, ranks)
-        return Model(responder, _latents(spans, path, responder, settings.latents, ranks.rank == 0), second)
+        return Model(responder, _latents(needing, path, responder, latents, ranks.rank == 0), second)
 
-    return load(settings.model, load(settings.second_model) if settings.second_model else None)
+    second = None
+    if settings.second_model:  # one that is only compared with may have another K, or no span
+        second = load(settings.second_model, *((spans, settings.latents) if comparing else (None, None)))
+    return load(settings.model, spans, settings.latents, second)
 
 
 def _responder(settings: DiagnoseSettings, path: str, ranks: Ranks) -> Any:

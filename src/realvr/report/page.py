@@ -26,6 +26,8 @@ from realvr.runs.files import publish
 from realvr.training.records import BASELINE
 from realvr.widgets import Section, tables_of
 
+_TEMPLATES = ("page.html", "style.css", "page.js", "explorer.html", "explorer.css", "explorer.js")
+
 
 def build(
     runs: Sequence[Path],
@@ -46,13 +48,16 @@ def build(
 
 def make_sections(results: Results, baseline: str | None = None) -> list[Section]:
     """Every section, in order; those without results say how to get them."""
+    shown = {kind: _shown(results, kind.name) for kind in DIAGNOSTICS}
+    first = [kind for kind in DIAGNOSTICS if kind.opens and shown[kind]]
     return [
+        *(kind().section(shown[kind]) for kind in first),
         overview(results, choose_baseline(results, baseline)),
         training(results),
         benchmarks(results, paper.beside),
         ablation(results),
         sweep(results),
-        *(kind().section(_shown(results, kind.name)) for kind in DIAGNOSTICS),
+        *(kind().section(shown[kind]) for kind in DIAGNOSTICS if kind not in first),
         further(results),
         paper.section(),
         provenance(results),
@@ -85,7 +90,7 @@ def choose_baseline(results: Results, name: str | None) -> Arm | None:
 def render(sections: Sequence[Section], title: str) -> str:
     """The page. Everything that comes from results is escaped by the template."""
     folder = files("realvr.report").joinpath("templates")
-    texts = {name: folder.joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "style.css", "page.js")}
+    texts = {name: folder.joinpath(name).read_text(encoding="utf-8") for name in _TEMPLATES}
     environment = jinja2.Environment(
         loader=jinja2.DictLoader(texts),
         autoescape=True,
@@ -98,8 +103,8 @@ def render(sections: Sequence[Section], title: str) -> str:
         sections=sections,
         title=title,
         version=__version__,
-        style=Markup(texts["style.css"]),
-        script=Markup(texts["page.js"]),
+        style=Markup(texts["style.css"] + texts["explorer.css"]),
+        script=Markup(texts["page.js"] + texts["explorer.js"]),
     )
 
 

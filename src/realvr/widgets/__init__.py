@@ -1,4 +1,4 @@
-"""Pieces of a page: cells, tables, figures, notes, switches; `charts` draws the figures.
+"""Pieces of a page: cells, tables, figures, notes, switches; `charts` draws the figures, `explorer` shows cases.
 
 Numbers become text here, intervals beside them. Diagnostics and the report build their sections of these; nothing else
 of realvr is imported."""
@@ -12,6 +12,7 @@ from typing import Any, Literal
 from markupsafe import Markup
 
 from realvr.widgets.charts import swatch
+from realvr.widgets.explorer import Explorer
 
 DASH = "–"
 FEW_QUESTIONS = 100
@@ -113,7 +114,7 @@ class Switch:
     part: Literal["switch"] = "switch"
 
 
-Widget = Table | Figures | Text | Fold | Switch
+Widget = Table | Figures | Text | Fold | Switch | Explorer
 
 
 def tables_of(widgets: Sequence[Widget]) -> Iterator[Table]:

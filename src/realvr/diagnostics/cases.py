@@ -1,0 +1,283 @@
+"""Cases to look at: edited pairs with the walk of the latents, both models' answers, and every reply that a reader of
+the page can ask for, computed beforehand.
+
+The first pairs of every edit are examined: both pictures are asked about. Some of them, chosen by the rule that
+`choose` is, become cases: the walk over both pictures, the reply with the latents of the other picture from step t on,
+for every t, and for a few of them the reply and the walk when one latent is put at another cell.
+`measuring.cases` does it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NotRequired
+
+from pydantic import Field, field_validator
+from typing_extensions import TypedDict
+
+from realvr.diagnostics import results
+from realvr.diagnostics.base import Diagnostic, Needs, Samples, Shown
+from realvr.diagnostics.counterfactual import AnswerSettings
+from realvr.diagnostics.model import Model
+from realvr.diagnostics.numbers import rate
+from realvr.diagnostics.pairs import Pair, first_of_each
+from realvr.errors import UserError
+from realvr.runs.journal import Record
+from realvr.runs.progress import busy
+from realvr.runs.records import Text as AnyText
+from realvr.widgets import Cell, Switch, Table, Text, Widget, share
+from realvr.widgets.explorer import Case, Explorer, Said
+
+if TYPE_CHECKING:
+    from realvr.diagnostics.measuring.cases import Answers
+
+LEAST_FAILURES = 2
+
+
+class CasesFile(TypedDict):
+    """``cases.json``: the cases in the order of the page, and what they were chosen from."""
+
+    rule: AnyText
+    """How they were chosen, in words."""
+    examined: int
+    unread: int
+    """Pairs whose pictures cannot be read."""
+    failures: int
+    shown_failures: int
+    both_right: list[results.Rate]
+    """Share of examined pairs with both pictures answered rightly: the model, then the second model if there is one."""
+    cases: list[Case]
+    settings: NotRequired[results.Settings]
+
+
+class CasesSettings(AnswerSettings):
+    """How many cases, and what is computed for them."""
+
+    cases: int = Field(default=12, ge=1, description="Cases on the page.")
+    examine: int = Field(default=24, ge=1, description="Pairs of each edit, the first of the data, to choose from.")
+    tag: str = Field(default="arrows", description="Tag of the samples over whose values cases are spread.")
+    steered: int = Field(default=3, ge=0, description="How many cases, the first, a reader can steer.")
+    steps: str = Field(
+        default="2,4,6",
+        description="Steps at which a latent is put elsewhere, separated by commas; those beyond K are left out.",
+    )
+    rows: int = Field(
+        default=64, ge=1, description="Spans decoded together; each holds a copy of its prompt's keys and values."
+    )
+
+    @field_validator("steps")
+    @classmethod
+    def _numbers(cls, value: str) -> str:
+        parse_steps(value)
+        return value
+
+
+def parse_steps(text: str) -> list[int]:
+    """``2,4,6`` as numbers, ascending, each once."""
+    try:
+        steps = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise UserError(f"--steps is {text!r}: write numbers separated by commas, such as 2,4,6") from None
+    if steps[0] < 1:
+        raise UserError(f"--steps is {text!r}: steps are counted from 1")
+    return steps
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An examined pair: its place in the data, what it is, and whether the model failed on it."""
+
+    place: int
+    edit: str
+    tag: str
+    failed: bool
+
+
+def choose(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
+    """The rule: at least as many failures as their share of the candidates gives, and at least two where there are as
+    many; the others are successes, and come first. Of both, the next is always of the edit that was taken least often
+    so far, then of the tag's value taken least often, then of its largest value, then the first of the data."""
+    failures = [one for one in candidates if one.failed]
+    successes = [one for one in candidates if not one.failed]
+    count = min(count, len(candidates))
+    due = max(LEAST_FAILURES, math.ceil(count * len(failures) / max(len(candidates), 1)))
+    due = max(min(due, len(failures), count), count - len(successes))
+    edits: Counter[str] = Counter()
+    tags: Counter[str] = Counter()
+
+    def take(pool: list[Candidate], number: int) -> list[Candidate]:
+        taken = []
+        for _ in range(number):
+            best = min(pool, key=lambda one: (edits[one.edit], tags[one.tag], -_size(one.tag), one.place))
+            pool.remove(best)
+            taken.append(best)
+            edits[best.edit] += 1
+            tags[best.tag] += 1
+        return taken
+
+    return [*take(successes, count - due), *take(failures, due)]
+
+
+def _size(value: str) -> int:
+    return int(value) if value.isdecimal() else 0
+
+
+class Cases(Diagnostic[CasesSettings]):
+    """Pairs with everything that can be asked of them on a page."""
+
+    name = "cases"
+    title = "Cases"
+    question = "What do the latents look at, step by step, and does the answer follow them?"
+    reading = (
+        "Each number on a picture is a latent, on the visual token nearest to it (fainter: a smaller cosine). Look at "
+        "the edited picture, swap in its latents from a step on, or move one latent to another cell: answer and walk "
+        "are what the model then gives."
+    )
+    needs = Needs(pairs=True, span=True, may_compare=True)
+    paper = ""
+    Settings = CasesSettings
+    shape = CasesFile
+    batch = 4
+    unit = "pairs"
+    order = 5
+    opens = True
+
+    def select(self, items: Sequence[Pair], data: Path) -> list[Pair]:
+        """The first pairs of every edit that show one picture each."""
+        single = [pair for pair in items if all(len(view.shown) == 1 for view in pair.views)]
+        if not single:
+            raise UserError(f"{data}: none of its {len(items)} pairs shows one picture at a time, which cases need")
+        return first_of_each(single, self.settings.examine)
+
+    def settle(self, model: Model) -> None:
+        self._steps = [step for step in parse_steps(self.settings.steps) if step <= model.latents]
+        if self.settings.steered and not self._steps:
+            raise UserError(
+                f"--steps is {self.settings.steps}, but the span has K = {model.latents} latents: name smaller steps, "
+                "or choose --steered 0"
+            )
+
+    def prepare(self, model: Model, samples: Sequence[Pair]) -> None:
+        """Ask about all pictures and choose."""
+        from realvr.diagnostics.measuring.cases import examine
+
+        with busy(f"asking about {len(samples)} pairs"):
+            self._answers: dict[str, Answers] = examine(model, samples, self.settings.policy, self.settings.rows)
+        candidates = [
+            Candidate(place, pair.edit, self._tag(pair), self._answers[pair.id].failed)
+            for place, pair in enumerate(samples)
+            if self._answers[pair.id].error is None
+        ]
+        chosen = choose(candidates, self.settings.cases)
+        self._places = {samples[one.place].id: place for place, one in enumerate(chosen)}
+
+    def _tag(self, pair: Pair) -> str:
+        return pair.original.tags.get(self.settings.tag, "")
+
+    def measure(self, model: Model, samples: Samples) -> Iterable[Record]:
+        from realvr.diagnostics.measuring.cases import build_cases
+
+        chosen = [pair for pair in samples if pair.id in self._places]
+        asked = [(pair, self._answers[pair.id], self._about(pair), self._steps_of(pair)) for pair in chosen]
+        built = build_cases(model, asked, self.settings.policy, self.settings.rows)
+        cases = dict(zip((pair.id for pair in chosen), built, strict=True))
+        for pair in samples:
+            answers = self._answers[pair.id]
+            yield {
+                "pair": pair.id,
+                "edit": pair.edit,
+                "tag": self._tag(pair),
+                "failed": answers.failed,
+                "replies": [list(one) for one in answers.replies],
+                "place": self._places.get(pair.id),
+                "case": cases.get(pair.id),
+                "error": answers.error,
+            }
+
+    def _about(self, pair: Pair) -> str:
+        value = self._tag(pair)
+        name = self.settings.tag if value != "1" or not self.settings.tag.endswith("s") else self.settings.tag[:-1]
+        words = [f"{value} {name}" if value.isdecimal() else value, pair.edit.replace("_", " ")]
+        return ", ".join(word for word in words if word)
+
+    def _steps_of(self, pair: Pair) -> list[int]:
+        return self._steps if self._places[pair.id] < self.settings.steered else []
+
+    # ------------------------------------------------------------------ what is shown
+
+    def summarise(self, records: Sequence[Record]) -> dict[str, Any]:
+        read = [record for record in records if record.get("error") is None]
+        shown = sorted((record for record in read if record["case"] is not None), key=lambda one: one["place"])
+        failures = sum(record["failed"] for record in read)
+        models = max((len(record["replies"]) for record in read), default=1)
+        return {
+            "rule": self._rule(len(read), failures, shown),
+            "examined": len(read),
+            "unread": len(records) - len(read),
+            "failures": failures,
+            "shown_failures": sum(record["failed"] for record in shown),
+            "both_right": [
+                rate(sum(both_right(record["replies"][number]) for record in read), len(read))
+                for number in range(models)
+            ],
+            "cases": [record["case"] for record in shown],
+        }
+
+    def _rule(self, count: int, failures: int, shown: Sequence[Record]) -> str:
+        failed = sum(record["failed"] for record in shown)
+        return (
+            f"How these cases were chosen: the first {self.settings.examine} pairs of each edit were examined, {count} "
+            f"in all; the model answered a picture wrongly in {failures} of them. {len(shown)} are shown, {failed} of "
+            "them failures: at least their share of the examined pairs, and at least two if there are any. The next "
+            f"case is always of the edit shown least so far, then of the value of '{self.settings.tag}' shown least, "
+            "the largest first, then the first in the data. Failures stand last."
+        )
+
+    def draw(self, results: Sequence[Shown]) -> list[Widget]:
+        explorers = [self._explorer(result, place) for place, result in enumerate(results)]
+        panels: list[Widget] = (
+            [
+                Switch(
+                    "Model",
+                    [
+                        (f"{self.name}-of-{place}", result.name, [explorer, Text(result.summary["rule"])])
+                        for place, (result, explorer) in enumerate(zip(results, explorers, strict=True))
+                    ],
+                )
+            ]
+            if len(results) > 1
+            else [widget for explorer in explorers for widget in (explorer, Text(results[0].summary["rule"]))]
+        )
+        rows: list[list[Cell | str]] = []
+        for result in results:
+            found = result.summary
+            for name, right in zip(_names(result), found["both_right"], strict=True):
+                counts = (found["examined"], len(found["cases"]), found["shown_failures"])
+                rows.append([name, share(right), *(Cell(str(count), value=count) for count in counts)])
+        header = ["model", "both pictures right, %", "pairs examined", "cases", "failures among them"]
+        return [*panels, Table("Pairs that the cases were chosen from", header, rows)]
+
+    def _explorer(self, result: Shown, place: int) -> Explorer:
+        return Explorer(f"{self.name}-{place}", f"{self.title}: {result.name}", _names(result), result.summary["cases"])
+
+
+def both_right(replies: Sequence[Said]) -> bool:
+    return all(one["verdict"] == "right" for one in replies)
+
+
+def _names(result: Shown) -> list[str]:
+    """What the page calls the models: as the report does, or by what the run recorded of them."""
+    settings = result.summary.get("settings") or {}
+    first = result.name if result.name != Cases.name else _called(settings.get("model"), result.name)
+    names = [first, _called(settings.get("second_model"), "second model")][: len(result.summary["both_right"])]
+    return names if len(set(names)) == len(names) else [first, f"{names[1]} (second)"]
+
+
+def _called(model: Any, otherwise: str) -> str:
+    """A model by its name, or by the name of its run where it is the ``final`` or ``best`` one there."""
+    name, path = str((model or {}).get("name") or otherwise), Path(str((model or {}).get("path") or ""))
+    return path.parent.name if name in ("final", "best") and path.parent.name else name

@@ -1,0 +1,442 @@
+// Cases: everything was computed beforehand; what is chosen here is only looked up. Without this script the page shows
+// every case with both pictures, walks and answers.
+(function () {
+  const WIDTH = 600, ROOMY = 60;
+  const CORNERS = [[-1, -1], [1, -1], [1, 1], [-1, 1]];
+
+  function make(tag, attributes, children) {
+    const made = document.createElement(tag);
+    Object.entries(attributes || {}).forEach(function (pair) {
+      if (pair[0] === "text") made.textContent = pair[1];
+      else if (pair[1] !== null) made.setAttribute(pair[0], pair[1]);
+    });
+    (children || []).forEach(function (child) { made.append(child); });
+    return made;
+  }
+  function escaped(text) {
+    return String(text).replace(/[&<>"']/g, function (sign) { return "&#" + sign.charCodeAt(0) + ";"; });
+  }
+  function clamp(value, low, high) {
+    return Math.min(Math.max(value, low), high);
+  }
+  function fixed(value, digits) {
+    const scale = Math.pow(10, digits || 1);
+    return (Math.floor(value * scale + 0.5) / scale).toFixed(digits || 1);
+  }
+  function heightOf(size) {
+    return Math.max(1, Math.round(WIDTH * size[1] / size[0]));
+  }
+  function placeOf(cell, grid) {
+    return "at row " + (Math.floor(cell / grid[1]) + 1) + ", column " + (cell % grid[1] + 1);
+  }
+  function named(one) {
+    return one.first === one.last ? "z" + one.first : "z" + one.first + " to z" + one.last;
+  }
+
+  // -------------------------------------------------------------------- the walk, as explorer.py draws it
+
+  function stopsOf(cells, cosine, kinds) {
+    const found = [];
+    cells.forEach(function (cell, index) {
+      const last = found[found.length - 1];
+      if (last && last.cell === cell && last.kind === kinds[index]) {
+        last.last = index + 1;
+        last.cosine = Math.min(last.cosine, cosine[index]);
+      } else {
+        found.push({ cell: cell, first: index + 1, last: index + 1, cosine: cosine[index], kind: kinds[index] });
+      }
+    });
+    return found;
+  }
+  function walkMarks(cells, cosine, kinds, grid, size) {
+    const wide = WIDTH / grid[1], high = heightOf(size) / grid[0], unit = Math.min(wide, high);
+    const badge = clamp(unit * 0.17, 11, 17), visits = {}, found = stopsOf(cells, cosine, kinds);
+    let legs = "", marks = "", before = null;
+    found.forEach(function (one, number) {
+      const x = (one.cell % grid[1] + 0.5) * wide, y = (Math.floor(one.cell / grid[1]) + 0.5) * high;
+      const opacity = fixed(0.3 + 0.7 * Math.pow(Math.max(0, one.cosine), 2), 2);
+      const kind = one.kind === "put" ? "after" : one.kind;
+      if (before !== null) {
+        const line = "M" + fixed(before[0]) + " " + fixed(before[1]) + "L" + fixed(x) + " " + fixed(y);
+        const style = 'style="--step:' + one.first + '"';
+        legs += '<path class="halo" d="' + line + '" ' + style + "></path>";
+        legs += '<path class="leg ' + kind + '" d="' + line + '" opacity="' + opacity + '" ' + style + "></path>";
+      }
+      before = [x, y];
+      const visit = visits[one.cell] || 0;
+      visits[one.cell] = visit + 1;
+      marks += stopMark(one, x, y, wide, high, badge, visit, number === found.length - 1, opacity, grid);
+    });
+    return legs + marks;
+  }
+  function stopMark(one, x, y, wide, high, badge, visit, last, opacity, grid) {
+    const unit = Math.min(wide, high), roomy = unit >= ROOMY, corner = CORNERS[visit % 4];
+    const label = one.first === one.last ? String(one.first) : one.first + "–" + one.last;
+    const across = 2 * badge + (label.length - 1) * badge * 0.85;
+    const bx = clamp(x + (roomy ? corner[0] * 0.3 * wide : 0), across / 2, WIDTH - across / 2);
+    const by = y + (roomy ? corner[1] * 0.3 * high : 0);
+    const round = one.kind === "donor" ? 3 : badge;
+    let parts = "";
+    if (one.kind === "put") {
+      parts += '<rect class="frame" x="' + fixed(x - wide / 2 + 3) + '" y="' + fixed(y - high / 2 + 3) + '" width="' + fixed(wide - 6) + '" height="' + fixed(high - 6) + '" rx="6"></rect>';
+    }
+    if (last) parts += '<circle class="ring" cx="' + fixed(x) + '" cy="' + fixed(y) + '" r="' + fixed(0.44 * unit) + '"></circle>';
+    if (roomy) parts += '<circle class="dot" cx="' + fixed(x) + '" cy="' + fixed(y) + '" r="' + fixed(0.35 * badge) + '"></circle>';
+    parts += '<rect class="badge" x="' + fixed(bx - across / 2) + '" y="' + fixed(by - badge) + '" width="' + fixed(across) + '" height="' + fixed(2 * badge) + '" rx="' + fixed(round) + '"></rect>';
+    parts += '<text x="' + fixed(bx) + '" y="' + fixed(by) + '" style="font-size: ' + fixed(1.25 * badge) + 'px;">' + label + "</text>";
+    const spoken = escaped(named(one) + " " + placeOf(one.cell, grid) + ", cosine " + fixed(one.cosine, 2));
+    return '<g class="stop ' + one.kind + '" data-step="' + one.first + '" aria-label="' + spoken + '" opacity="' + opacity + '" style="--step:' + one.first + '"><title>' + spoken + "</title>" + parts + "</g>";
+  }
+  function ghostMark(cells, grid, size) {
+    const wide = WIDTH / grid[1], high = heightOf(size) / grid[0];
+    const points = cells.map(function (cell) {
+      return fixed((cell % grid[1] + 0.5) * wide) + "," + fixed((Math.floor(cell / grid[1]) + 0.5) * high);
+    });
+    return '<polyline class="ghost" points="' + points.join(" ") + '"></polyline>';
+  }
+  function boxMarks(boxes, size) {
+    const high = heightOf(size);
+    return ["evidence under", "evidence"].map(function (kind) {
+      return boxes.map(function (box) {
+        const x = box[0] * WIDTH + 3, y = box[1] * high + 3;
+        const wide = Math.max(4, (box[2] - box[0]) * WIDTH - 6), tall = Math.max(4, (box[3] - box[1]) * high - 6);
+        return '<rect class="' + kind + '" x="' + fixed(x) + '" y="' + fixed(y) + '" width="' + fixed(wide) + '" height="' + fixed(tall) + '" rx="8"></rect>';
+      }).join("");
+    }).join("");
+  }
+  function editMarks(cells, grid, size) {
+    const wide = WIDTH / grid[1], high = heightOf(size) / grid[0];
+    return cells.map(function (cell) {
+      const x = cell % grid[1] * wide, y = Math.floor(cell / grid[1]) * high;
+      return '<rect class="edit" x="' + fixed(x + 2) + '" y="' + fixed(y + 2) + '" width="' + fixed(wide - 4) + '" height="' + fixed(high - 4) + '"></rect>';
+    }).join("");
+  }
+
+  // -------------------------------------------------------------------- one explorer
+
+  function explore(root) {
+    const data = JSON.parse(root.querySelector('script[type="application/json"]').textContent);
+    const pictures = Array.from(root.querySelectorAll(".plain")).map(function (one) {
+      return Array.from(one.querySelectorAll("img"));
+    });
+    if (!data.cases.length) return;
+    const id = root.id, names = data.names, NAMES = ["original", "edited"];
+    const state = { number: 0, view: 0, from: 0, step: 0, cell: null, evidence: false };
+    let drawn = "";
+
+    // What is built once.
+    const thumbs = data.cases.map(function (one, number) {
+      const image = make("img", { alt: "", src: pictures[number][0].src, class: pictures[number][0].className || null });
+      const label = "Case " + (number + 1) + ": " + one.about + (one.failed ? ", a failure" : "") + (one.views[0].steered.length ? ", can be steered" : "");
+      const marks = [image, make("span", { text: String(number + 1) })];
+      if (one.failed) marks.push(make("span", { class: "fail", text: "✗" }));
+      if (one.views[0].steered.length) marks.push(make("span", { class: "move", text: "✥" }));
+      const button = make("button", { type: "button", class: "thumb", "aria-pressed": "false", "aria-label": label, title: label }, marks);
+      button.addEventListener("click", function () { go(number); });
+      return button;
+    });
+    const previous = make("button", { type: "button", class: "step", "aria-label": "Previous case", text: "‹" });
+    const next = make("button", { type: "button", class: "step", "aria-label": "Next case", text: "›" });
+    previous.addEventListener("click", function () { go(state.number - 1); });
+    next.addEventListener("click", function () { go(state.number + 1); });
+    const strip = make("div", { class: "thumbs", role: "group", "aria-label": "Cases" }, thumbs);
+    const heading = make("h3", {}), question = make("p", { class: "question" });
+    const sides = NAMES.map(function (name, number) {
+      const button = make("button", { type: "button", "aria-pressed": "false", text: (number ? "Edited" : "Original") + " picture" });
+      button.addEventListener("click", function () { look(number); });
+      return button;
+    });
+    const picture = make("img", {}), svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+    svg.setAttribute("class", "walk");
+    svg.setAttribute("role", "group");
+    const cells = make("div", { class: "cells", role: "group" });
+    const board = make("div", { class: "board" }, [picture, svg, cells]);
+    const readout = make("p", { class: "readout" });
+    const options = make("ol", { class: "options" });
+    const said = make("ul", { class: "said", "aria-live": "polite" });
+    const slider = make("input", { type: "range", min: "1", step: "1", id: id + "-from" });
+    const slots = make("ol", { class: "slots", "aria-hidden": "true" });
+    const told = make("output", { for: id + "-from" });
+    const sliderLabel = make("label", { for: id + "-from" });
+    slider.addEventListener("input", function () {
+      state.from = Number(slider.value);
+      state.cell = null;
+      show();
+    });
+    const stepButtons = make("div", { class: "buttons" });
+    const steerHint = make("p", { class: "hint", id: id + "-hint" });
+    const steering = make("fieldset", { class: "steering" }, [make("legend", { text: "Move a thought" }), steerHint, stepButtons]);
+    const evidence = make("button", { type: "button", "aria-pressed": "false", text: "Show the evidence" });
+    evidence.addEventListener("click", function () { state.evidence = !state.evidence; show(); });
+    const reset = make("button", { type: "button", class: "reset", text: "Reset" });
+    reset.addEventListener("click", start);
+    const keys = make("p", { class: "keys" });
+    keys.innerHTML = "Keys: <kbd>e</kbd> other picture, <kbd>n</kbd> <kbd>p</kbd> next and previous case, <kbd>r</kbd> reset, <kbd>←</kbd> <kbd>→</kbd> slider and cells.";
+    const stage = make("div", { class: "stage" }, [
+      make("div", { class: "toggle", role: "group", "aria-label": "Picture" }, sides), board, readout,
+      make("fieldset", { class: "span" }, [make("legend", {}, [sliderLabel]), slider, slots, told]),
+    ]);
+    const card = make("div", { class: "card" }, [
+      make("div", { class: "strip" }, [previous, strip, next]),
+      make("div", { class: "case" }, [
+        make("div", { class: "ask" }, [heading, question]), stage,
+        make("div", { class: "answers" }, [options, said]),
+        make("div", { class: "controls" }, [steering, make("fieldset", {}, [make("div", { class: "buttons" }, [evidence, reset])]), keys]),
+      ]),
+    ]);
+    root.append(card);
+    root.classList.add("ready");
+
+    // What can be chosen.
+    function start() {
+      state.view = 0;
+      state.step = 0;
+      state.cell = null;
+      state.from = view().walk.cells.length + 1;
+      show();
+    }
+    function go(number) {
+      state.number = (number + data.cases.length) % data.cases.length;
+      state.evidence = false;
+      start();
+      const thumb = thumbs[state.number];
+      strip.scrollLeft = thumb.offsetLeft - strip.offsetLeft - strip.clientWidth / 2 + thumb.offsetWidth / 2;
+    }
+    function look(number) {
+      state.view = number;
+      state.cell = null;
+      show();
+    }
+    function put(cell) {
+      state.cell = cell;
+      state.from = view().walk.cells.length + 1;
+      show();
+      cells.children[cell].focus({ preventScroll: true });
+    }
+    function chooseStep(step) {
+      state.step = state.step === step ? 0 : step;
+      state.cell = null;
+      state.from = view().walk.cells.length + 1;
+      show();
+    }
+    function current() { return data.cases[state.number]; }
+    function view() { return current().views[state.view]; }
+    function steered() {
+      return view().steered.find(function (one) { return one.step === state.step; }) || null;
+    }
+
+    // The span that these choices make: where its latents are, where each comes from, and what is replied.
+    function span() {
+      const own = view().walk, count = own.cells.length, moved = steered();
+      let from = count + 1, later = null, reply = view().replies[0], kinds = [];
+      if (moved !== null && state.cell !== null) {
+        from = moved.step;
+        later = moved.walks[state.cell];
+        reply = { answer: moved.answers[state.cell], text: "", expected: moved.expected[state.cell] };
+        kinds = later.cells.map(function (_, index) { return index ? "after" : "put"; });
+      } else if (state.from <= count) {
+        from = state.from;
+        later = view().swaps[from - 1].walk;
+        reply = view().swaps[from - 1].reply;
+        kinds = later.cells.map(function () { return "donor"; });
+      }
+      const before = own.cells.slice(0, from - 1);
+      return {
+        from: from, count: count, reply: reply,
+        steered: moved !== null && state.cell !== null, swapped: later !== null && (moved === null || state.cell === null),
+        cells: before.concat(later === null ? [] : later.cells),
+        cosine: own.cosine.slice(0, from - 1).concat(later === null ? [] : later.cosine),
+        kinds: before.map(function () { return "own"; }).concat(kinds),
+      };
+    }
+    function option(answer) {
+      const place = answer === null || answer.length !== 1 ? -1 : answer.charCodeAt(0) - 65;
+      const choices = current().choices;
+      return place >= 0 && place < choices.length ? answer + " (" + choices[place] + ")" : answer;
+    }
+    function range(first, last) {
+      return first === last ? "z" + first : "z" + first + " to z" + last;
+    }
+
+    // -------------------------------------------------------------- what is shown
+
+    function show() {
+      const made = span();
+      showCase();
+      showBoard(made);
+      showAnswers(made);
+      showSlider(made);
+      showSteering();
+    }
+    function showCase() {
+      const one = current();
+      thumbs.forEach(function (button, number) { button.setAttribute("aria-pressed", String(number === state.number)); });
+      heading.textContent = "Case " + (state.number + 1) + " of " + data.cases.length + ": " + one.about;
+      if (one.failed) heading.append(make("span", { class: "tag", text: "✗ failure" }));
+      question.textContent = one.question;
+      sides.forEach(function (button, number) { button.setAttribute("aria-pressed", String(number === state.view)); });
+      evidence.setAttribute("aria-pressed", String(state.evidence));
+      evidence.hidden = !view().evidence.length;
+    }
+    function showBoard(made) {
+      const one = current(), here = view(), source = pictures[state.number][state.view];
+      picture.className = source.className;
+      if (picture.getAttribute("src") !== source.getAttribute("src")) picture.src = source.src;
+      picture.alt = (state.view ? "Edited" : "Original") + " picture";
+      svg.setAttribute("viewBox", "0 0 " + WIDTH + " " + heightOf(here.size));
+      svg.setAttribute("aria-label", "Walk of the latents over the " + NAMES[state.view] + " picture");
+      const marks = (state.view ? editMarks(here.changed, one.grid, here.size) : "")
+        + (state.evidence ? boxMarks(here.evidence, here.size) : "")
+        + (made.from <= made.count ? ghostMark(here.walk.cells.slice(Math.max(0, made.from - 2)), one.grid, here.size) : "")
+        + walkMarks(made.cells, made.cosine, made.kinds, one.grid, here.size);
+      if (marks !== drawn) {
+        svg.innerHTML = drawn = marks;
+        const since = made.from <= made.count ? made.from : 1;
+        svg.style.setProperty("--since", since);
+        svg.classList.add("moving");
+        svg.querySelectorAll(".stop").forEach(function (stop) {
+          stop.setAttribute("tabindex", "0");
+          stop.setAttribute("role", "img");
+          ["mouseenter", "focus"].forEach(function (event) {
+            stop.addEventListener(event, function () { readout.textContent = stop.getAttribute("aria-label"); });
+          });
+          ["mouseleave", "blur"].forEach(function (event) { stop.addEventListener(event, quiet); });
+        });
+        // Steps before the one that changed stay where they were.
+        svg.querySelectorAll(".stop, .leg, .halo").forEach(function (mark) {
+          if (Number(mark.style.getPropertyValue("--step")) < since) mark.style.animation = "none";
+        });
+      }
+      quiet();
+    }
+    function quiet() {
+      readout.textContent = state.view && view().changed.length
+        ? "Outlined in yellow: where the picture was edited."
+        : "Point at a number, or reach it with Tab, for its cosine.";
+    }
+    function verdict(made, number, reply) {
+      const other = NAMES[1 - state.view];
+      if (reply.answer === null) return ["unread", "", "gives no answer that can be read" + (reply.text ? ": “" + reply.text.slice(0, 80) + "”" : "")];
+      const words = "says " + option(reply.answer);
+      if (number === 0 && made.steered) {
+        const own = view().replies[0].answer;
+        if (reply.expected === null) return ["", "", words + (reply.answer === own ? ", as before" : " instead of " + (own === null ? "nothing readable" : option(own)))];
+        if (reply.expected === reply.answer) return ["follows", "⇢ ", words + ": ✓ the way leads there from the chosen cell"];
+        return ["wrong", "✗ ", words + ": ✗ from the chosen cell the way leads to " + option(reply.expected)];
+      }
+      if (reply.verdict === "right") return ["right", "✓ ", words + ": ✓ right"];
+      if (reply.verdict === "other" && number === 0 && made.swapped) return ["follows", "⇢ ", words + ": ⇢ right for the " + other + " picture, it follows the swapped latents"];
+      if (reply.verdict === "other") return ["wrong", "✗ ", words + ": ✗ wrong, it is right for the " + other + " picture"];
+      return ["wrong", "✗ ", words + ": ✗ wrong"];
+    }
+    function showAnswers(made) {
+      const one = current(), here = view(), elsewhere = one.views[1 - state.view].truth;
+      const replies = [made.reply].concat(here.replies.slice(1));
+      const verdicts = replies.map(function (reply, number) { return verdict(made, number, reply); });
+      options.replaceChildren.apply(options, one.choices.map(function (text, place) {
+        const letter = String.fromCharCode(65 + place), row = [make("span", { class: "letter", text: letter }), make("span", { text: text })];
+        const right = here.truth === letter;
+        if (right) row.push(make("span", { class: "truth", text: "✓ right answer" }));
+        else if (elsewhere === letter) row.push(make("span", { class: "elsewhere", text: "right for the " + NAMES[1 - state.view] + " picture" }));
+        const votes = replies.map(function (reply, number) {
+          return reply.answer === letter ? make("span", { class: "vote " + verdicts[number][0], text: verdicts[number][1] + names[number] }) : null;
+        }).filter(Boolean);
+        row.push(make("span", { class: "who" }, votes));
+        return make("li", { class: right ? "true" : null }, row);
+      }));
+      const lines = replies.map(function (_, number) {
+        const found = verdicts[number];
+        return make("li", {}, [make("b", { text: names[number] }), " ", make("span", { class: found[0] || null, text: found[2] })]);
+      });
+      if (!one.choices.length) lines.unshift(make("li", {}, [make("b", { text: "Right answer: " }), here.truth]));
+      said.replaceChildren.apply(said, lines);
+    }
+    function showSlider(made) {
+      const other = NAMES[1 - state.view], count = made.count;
+      sliderLabel.textContent = "Latents of the " + other + " picture from step t on";
+      slider.max = String(count + 1);
+      slider.value = String(state.from);
+      slider.style.setProperty("--cut", (100 * (state.from - 1) / count) + "%");
+      const text = made.swapped
+        ? range(state.from, count) + (state.from === count ? " is that" : " are those") + " of the " + other + " picture. The picture itself stays."
+        : made.steered ? "z" + made.from + " was put elsewhere; the model went on from there by itself." : "None yet: drag the knob to the left to swap them in.";
+      told.textContent = text;
+      slider.setAttribute("aria-valuetext", made.swapped ? "from step " + state.from + ": " + range(state.from, count) + " of the " + other + " picture" : "none swapped");
+      slots.classList.toggle("many", count > 12);
+      slots.replaceChildren.apply(slots, made.cells.map(function (_, index) {
+        const cosine = make("small", { text: fixed(made.cosine[index], 2) });
+        return make("li", { class: made.kinds[index] }, ["z" + (index + 1), cosine]);
+      }));
+    }
+    function showSteering() {
+      const here = view(), moved = steered();
+      steering.hidden = !here.steered.length;
+      stepButtons.replaceChildren.apply(stepButtons, here.steered.map(function (one) {
+        const button = make("button", { type: "button", "aria-pressed": String(one.step === state.step), text: "z" + one.step, "aria-label": "Move z" + one.step });
+        button.addEventListener("click", function () {
+          chooseStep(one.step);
+          stepButtons.children[here.steered.indexOf(one)].focus();
+        });
+        return button;
+      }));
+      steerHint.textContent = moved === null
+        ? "Choose a latent, then a cell of the picture: the latent becomes that cell’s visual token, and the model goes on from there."
+        : state.cell === null ? "Now choose a cell of the picture for z" + state.step + "." : "z" + state.step + " is " + placeOf(state.cell, moved.grid) + ". Choose another cell, or reset.";
+      cells.hidden = moved === null;
+      svg.style.pointerEvents = moved === null ? "" : "none";
+      if (moved === null) {
+        cells.replaceChildren();
+        return;
+      }
+      cells.setAttribute("aria-label", "Cell for z" + moved.step);
+      cells.style.gridTemplateColumns = "repeat(" + moved.grid[1] + ", 1fr)";
+      cells.style.gridTemplateRows = "repeat(" + moved.grid[0] + ", 1fr)";
+      const focus = state.cell === null ? 0 : state.cell;
+      cells.replaceChildren.apply(cells, moved.walks.map(function (_, cell) {
+        const label = "Put z" + moved.step + " " + placeOf(cell, moved.grid);
+        const button = make("button", { type: "button", class: "cell", "aria-label": label, "aria-pressed": String(cell === state.cell), tabindex: cell === focus ? "0" : "-1" });
+        button.addEventListener("click", function () { put(cell); });
+        return button;
+      }));
+    }
+
+    // -------------------------------------------------------------- keyboard
+
+    cells.addEventListener("keydown", function (event) {
+      const moved = steered(), at = Array.from(cells.children).indexOf(document.activeElement);
+      const ways = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
+      if (!moved || at < 0 || !ways[event.key]) return;
+      event.preventDefault();
+      const row = clamp(Math.floor(at / moved.grid[1]) + ways[event.key][0], 0, moved.grid[0] - 1);
+      const column = clamp(at % moved.grid[1] + ways[event.key][1], 0, moved.grid[1] - 1);
+      cells.children[at].tabIndex = -1;
+      const goal = cells.children[row * moved.grid[1] + column];
+      goal.tabIndex = 0;
+      goal.focus({ preventScroll: true });
+    });
+    strip.addEventListener("keydown", function (event) {
+      const way = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+      if (!way) return;
+      event.preventDefault();
+      go(state.number + way);
+      thumbs[state.number].focus({ preventScroll: true });
+    });
+    document.addEventListener("keydown", function (event) {
+      const here = event.target === document.body || root.contains(event.target), box = root.getBoundingClientRect();
+      if (!here || event.ctrlKey || event.metaKey || event.altKey || !root.offsetHeight) return;
+      if (event.target === document.body && (box.bottom < 0 || box.top > window.innerHeight)) return;
+      const actions = {
+        e: function () { look(1 - state.view); }, r: start,
+        n: function () { go(state.number + 1); }, p: function () { go(state.number - 1); },
+      };
+      const action = actions[event.key.toLowerCase()];
+      if (action) {
+        event.preventDefault();
+        action();
+      }
+    });
+    go(0);
+  }
+
+  document.querySelectorAll(".explorer").forEach(explore);
+})();

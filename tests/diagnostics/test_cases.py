@@ -1,0 +1,282 @@
+"""Cases: the rule that chooses them, and every reply and walk of theirs against one question at a time."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import reference
+from pair_cases import world_pairs, world_samples
+from pair_reference import greedy, question
+from realvr.answers import parser
+from realvr.backbone import Backbone
+from realvr.backbone.samples import conversation
+from realvr.cli import main
+from realvr.data.export import write
+from realvr.data.sample import Message
+from realvr.diagnostics import DiagnoseSettings, diagnose
+from realvr.diagnostics.cases import Candidate, Cases, choose
+from realvr.diagnostics.measuring.cases import Answers, build_cases, changed_cells, data_address, said, trail_answers
+from realvr.diagnostics.model import Model
+from realvr.diagnostics.pairs import Pair, pair_up, read_pairs
+from realvr.errors import UserError
+from realvr.evaluation.model_responder import ModelResponder
+from realvr.latent.group_rollout import rollout
+from realvr.latent.sampling import Sampling
+from stage_runs import LATENTS, with_markers
+
+K, NEW = 3, 4
+SHORT = Sampling(temperature=0.0, max_new=NEW)
+
+# ---------------------------------------------------------------------- the rule
+
+
+def candidates(seed: int) -> list[Candidate]:
+    rng = np.random.default_rng(seed)
+    share = rng.choice([0.0, 0.02, 0.3, 0.9])
+    return [
+        Candidate(place, f"edit{rng.integers(4)}", str(rng.integers(1, 8)), bool(rng.random() < share))
+        for place in range(int(rng.integers(1, 60)))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_failures_are_at_least_their_share_and_the_rest_is_spread(seed: int) -> None:
+    known = candidates(seed)
+    chosen = choose(known, 12)
+    count = min(12, len(known))
+    assert len(chosen) == len(set(chosen)) == count
+    failed, wrong = [one for one in known if one.failed], [one for one in chosen if one.failed]
+    assert len(wrong) >= min(count, len(failed), max(2, math.ceil(count * len(failed) / len(known))))
+    assert [one.failed for one in chosen] == [False] * (count - len(wrong)) + [True] * len(wrong)
+    right = [one for one in chosen if not one.failed]
+    taken = Counter(one.edit for one in right)
+    for edit, there in Counter(one.edit for one in known if not one.failed).items():
+        # No edit is behind another by more than one, unless it has no more pairs.
+        assert taken[edit] >= min(there, max(taken.values(), default=0) - 1)
+
+
+def test_a_small_choice_by_hand() -> None:
+    known = [
+        Candidate(0, "turn", "3", False),
+        Candidate(1, "turn", "7", False),
+        Candidate(2, "turn", "7", True),
+        Candidate(3, "swap", "7", False),
+        Candidate(4, "swap", "10", False),
+        Candidate(5, "swap", "3", True),
+        Candidate(6, "swap", "3", True),
+    ]
+    # Three of seven failed: three of five are failures. Successes first: both edits are unused, 10 is the largest tag;
+    # then turn, which is behind, with its largest tag. Of the failures the first has the tag that nothing has yet; then
+    # turn is behind again; 6 is what is left.
+    assert [one.place for one in choose(known, 5)] == [4, 1, 5, 2, 6]
+
+
+# ---------------------------------------------------------------------- against stock models
+
+
+def asked(one: Pair, steps: list[int]) -> tuple[Pair, Answers, str, list[int]]:
+    reply = said(one, 0, "nothing", "strict")
+    return one, Answers([[reply, reply]]), "about", steps
+
+
+def nearest(latents_KD: torch.Tensor, features_ND: torch.Tensor) -> list[int]:
+    """By a loop over all pairs, in numpy."""
+    found = []
+    for z in latents_KD.double().cpu().numpy():
+        cosines = [float(z @ v / np.linalg.norm(z) / np.linalg.norm(v)) for v in features_ND.double().cpu().numpy()]
+        found.append(int(np.argmax(cosines)))
+    return found
+
+
+@pytest.mark.parametrize("family", ["internvl3", "gemma3"], indirect=True)
+@torch.no_grad()
+def test_swapped_spans_and_walks_against_whole_sequences(pair: Any) -> None:
+    """Tiles, and sliding windows: own latents before step t, the other picture's from t on, decoded without a cache."""
+    ours = pair.ours
+    one = next(found for found in world_pairs(1) if found.changed)
+    (case,) = build_cases(Model(ModelResponder(ours, SHORT), K), [asked(one, [])], "strict", 2)
+    prompts = [ours.prompt([question(view)]) for view in one.views]
+    spans = [pair.think(pair.begin([prompt]), K)[1][0] for prompt in prompts]
+    grid = prompts[0].images[0].grid
+    if grid.tile_rows * grid.tile_cols == 1:  # tokens lie row by row
+        assert case["grid"] == [grid.rows, grid.cols]
+        for view, prompt, span in zip(case["views"], prompts, spans, strict=True):
+            assert view["walk"]["cells"] == nearest(span, ours.encode_images(prompt.images).features_ND)
+    for own in (0, 1):
+        for start in range(K):
+            mixed = torch.cat([spans[own][:start], spans[1 - own][start:]])
+            sequence = pair.begin([prompts[own]])
+            sequence = reference.append(pair.stock, sequence, pair.column(1, ours.markers.start))
+            for z in mixed:
+                sequence = reference.append(
+                    pair.stock, sequence, pair.column(1, ours.markers.slot), embeds=z[None, None]
+                )
+            sequence = reference.append(pair.stock, sequence, pair.column(1, ours.markers.end))
+            text = ours.tokenizer.decode(greedy(pair, sequence, NEW), skip_special_tokens=True)
+            swap = case["views"][own]["swaps"][start]
+            assert swap["reply"]["text"] == text
+            assert len(swap["walk"]["cells"]) == K - start
+
+
+# ---------------------------------------------------------------------- a run
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
+    write(iter(world_samples(2)), "jsonl", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packaged model on the first of two pairs of each edit, beside one that has no span."""
+    out = tmp_path_factory.mktemp("run") / "cases"
+    command = ["diagnose", "cases", "mini", str(data), "--out", str(out), "--second-model", "mini-base"]
+    options = ["--examine", "1", "--cases", "3", "--steered", "1", "--steps", "4", "--tag", "kind", "--device", "cpu"]
+    assert main([*command, *options, "--max-new", "24"]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def mini() -> Backbone:
+    return Backbone.load("mini", device="cpu")
+
+
+def reply_to(backbone: Backbone, view: Any, **options: Any) -> tuple[str, Any]:
+    prompt = backbone.prompt(conversation(view, [image.open() for image in view.images]))
+    done = rollout(backbone, [prompt], sampling=Sampling(temperature=0.0, max_new=24), **options)
+    return done.completions[0][0].text, done.latents_BKD[0]
+
+
+def test_a_run_examines_chooses_and_records(finished: Path, data: Path, mini: Backbone) -> None:
+    found = json.loads((finished / "cases.json").read_text())
+    pairs, _ = read_pairs(data, 1)
+    records = [json.loads(line) for line in (finished / "cases.jsonl").read_text().splitlines()]
+    assert [record["pair"] for record in records] == [pair.id for pair in pairs] and found["examined"] == len(
+        pairs
+    ) == 4
+    base = Backbone.load("mini-base", device="cpu")
+    for pair, record in zip(pairs, records, strict=True):
+        for view in (0, 1):
+            texts = [reply_to(mini, pair.views[view])[0], reply_to(base, pair.views[view], latents=0)[0]]
+            assert [replies[view]["text"] for replies in record["replies"]] == texts
+        right = all(
+            parser("strict", "evaluation").read(reply["text"], pair.original.choices) == truth
+            for reply, truth in zip(record["replies"][0], pair.truths, strict=True)
+        )
+        assert record["failed"] is not right
+    failures = sum(record["failed"] for record in records)
+    assert found["failures"] == failures and found["both_right"][0]["count"] == 4 - failures
+    assert [bool(case["views"][0]["steered"]) for case in found["cases"]] == [True, False, False]
+    assert all(len(json.dumps(case)) < 60_000 for case in found["cases"])
+    assert f"wrongly in {failures} of them" in found["rule"] and "first 1 pairs of each edit" in found["rule"]
+
+
+def test_steering_puts_the_token_of_each_cell(finished: Path, data: Path, mini: Backbone) -> None:
+    case = json.loads((finished / "cases.json").read_text())["cases"][0]
+    pair = next(one for one in read_pairs(data)[0] if one.id == case["id"])
+    for number, view in enumerate(pair.views):
+        prompt = mini.prompt(conversation(view, [image.open() for image in view.images]))
+        features = mini.encode_images(prompt.images).features_ND
+        assert len(features) == 36 == math.prod(case["grid"])
+        for steered in case["views"][number]["steered"]:
+            step = steered["step"]
+            assert steered["grid"] == [6, 6] and len(steered["answers"]) == len(steered["walks"]) == 36
+            assert steered["expected"] == [None] * 36  # no trail
+            for cell in (0, 8, 35):
+                text, z = reply_to(mini, view, interventions={step: features[cell]})
+                assert steered["answers"][cell] == parser("strict", "evaluation").read(text, view.choices)
+                assert steered["walks"][cell]["cells"] == nearest(z[step - 1 :], features)
+                assert steered["walks"][cell]["cells"][0] == cell and steered["walks"][cell]["cosine"][0] == 1.0
+
+
+@pytest.fixture(scope="module")
+def tiny(build_tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_markers(build_tiny("qwen2.5-vl"), tmp_path_factory.mktemp("models") / "tiny")
+
+
+def test_a_run_that_was_killed_goes_on_to_the_same_page(tiny: Path, data: Path, tmp_path: Path) -> None:
+    """And the second model is a choice."""
+    own = Cases.configure({"examine": 2, "cases": 5, "steered": 2, "steps": "2,3,9"})
+    run = DiagnoseSettings(str(tiny), data, tmp_path / "out", device="cpu", max_new=3)
+    found = diagnose([own], run)["cases"]
+    journal = tmp_path / "out/cases.jsonl"
+    whole = journal.read_bytes()
+    journal.write_bytes(whole[: len(whole) // 2])  # within a record
+    assert diagnose([own], run)["cases"] == found and journal.read_bytes() == whole
+    assert len(found["both_right"]) == 1 and len(found["cases"]) == found["shown_failures"] == 5
+    for number, case in enumerate(found["cases"]):
+        for view in case["views"]:
+            assert len(view["replies"]) == 1 and len(view["swaps"]) == LATENTS == len(view["walk"]["cells"])
+            assert [one["step"] for one in view["steered"]] == ([2, 3] if number < 2 else [])
+
+
+def test_what_cannot_be_done_is_refused(data: Path, tmp_path: Path) -> None:
+    def run(values: dict[str, Any], path: Path = data, model: str = "mini") -> None:
+        diagnose([Cases.configure(values)], DiagnoseSettings(model, path, tmp_path / "out", device="cpu"))
+
+    with pytest.raises(UserError, match="--steps is '2,x': write numbers"):
+        run({"steps": "2,x"})
+    with pytest.raises(UserError, match="steps are counted from 1"):
+        run({"steps": "0,2"})
+    with pytest.raises(UserError, match="--steps is 90, but the span has K = 8 latents"):
+        run({"steps": "90"})
+    with pytest.raises(UserError, match="no trained latent span"):
+        run({}, model="mini-base")
+    double = tmp_path / "double.jsonl"
+    twice = [
+        replace(one, images=one.images * 2, turns=[Message("user", one.question, (0, 1))]) for one in world_samples(1)
+    ]
+    write(iter(twice), "jsonl", double)
+    with pytest.raises(UserError, match=r"double.jsonl: none of its 4 pairs shows one picture at a time"):
+        run({}, double)
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def test_the_answer_at_the_end_of_a_trail_is_known_where_latents_suffice() -> None:
+    board = [["right", "down", "circle red"], ["up", "right", "circle blue"], ["left", "up", ""]]
+    (pair,), _ = pair_up(world_samples(1)[:2])
+    trail = {"grid": [3, 3], "board": board}
+    views = [
+        replace(view, choices=["blue", "red"], answer="A", tags={"kind": "end"}, meta={"trail": trail})
+        for view in pair.views
+    ]
+    pair = Pair("turn", *views)
+    # (0,0) → (0,1) → (1,1) → blue; (1,0) goes over (0,0); (2,1) → (1,1) → blue; (2,0) leaves the board.
+    assert trail_answers(pair, 0, (3, 3), 8) == ["A", "A", "B", "A", "A", "A", None, "A", None]
+    assert trail_answers(pair, 0, (3, 3), 3) == [None, "A", "B", None, "A", "A", None, "A", None]
+    assert trail_answers(pair, 0, (6, 6), 8) == [None] * 36  # cells of another grid than the trail's
+
+
+def test_pictures_are_small_and_edited_cells_are_found() -> None:
+    first = Image.new("RGB", (48, 48), "white")
+    second = first.copy()
+    second.putpixel((9, 47), (0, 0, 0))
+    assert changed_cells(first, second, (6, 6)) == [31] and changed_cells(first, first, (6, 6)) == []
+    assert changed_cells(first, Image.new("RGB", (48, 48)), (6, 6)) == []  # everything differs: nothing to point at
+    assert changed_cells(first, Image.new("RGB", (40, 48)), (6, 6)) == []
+
+    def shown(picture: Image.Image) -> tuple[str, Image.Image]:
+        head, _, text = data_address(picture).partition(",")
+        return head, Image.open(io.BytesIO(base64.b64decode(text)))
+
+    head, back = shown(second)
+    assert head == "data:image/png;base64" and back.size == (48, 48) and back.getpixel((9, 47)) == (0, 0, 0)
+    noise = np.random.default_rng(0).integers(0, 255, (900, 1200, 3), dtype=np.uint8)
+    head, back = shown(Image.fromarray(noise))
+    assert head == "data:image/jpeg;base64" and back.size == (384, 288)
