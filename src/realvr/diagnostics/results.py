@@ -1,5 +1,5 @@
-"""The shapes of ``counterfactual.json``, ``exchange.json`` and ``grounding.json``: what the summaries write and what
-the report and the demo read. No torch."""
+"""The shapes of ``counterfactual.json``, ``exchange.json``, ``grounding.json`` and ``walk.json``: what the summaries
+write and what the report and the demo read. No torch."""
 
 from __future__ import annotations
 
@@ -148,3 +148,38 @@ class Grounding(TypedDict):
     margin: Mean
     cos_positive: Mean
     oracle_margin: Mean
+
+
+class WalkNumbers(TypedDict):
+    """Means over questions of the share (or mean) over their latents."""
+
+    questions: int
+    inside: Mean
+    on_the_way: Mean
+    at_the_end: Mean
+    whole: Rate
+    evidence: Mean
+    chance: Mean
+    chance_evidence: Mean
+    cosine: Mean
+    nearest_cosine: Mean
+    thumbnail: Mean
+
+
+class WalkStep(TypedDict):
+    step: int
+    inside: Rate
+    evidence: Rate
+    chance: Mean
+    cosine: Mean
+    nearest_cosine: Mean
+
+
+class Walk(WalkNumbers):
+    latents: int
+    by: Text
+    longer: int
+    """Questions with more boxes than latents."""
+    steps: list[WalkStep]
+    groups: dict[Text, WalkNumbers]
+    settings: NotRequired[Settings]
