@@ -27,6 +27,7 @@ SECTIONS = [
     "distances",
     "exchange",
     "grounding",
+    "walk",
     "further",
     "paper",
     "provenance",
@@ -391,6 +392,7 @@ def test_missing_parts_say_which_command_makes_them(results: Path, tmp_path: Pat
         "cases": "diagnose cases",
         "distances": "diagnose distances",
         "grounding": "diagnose grounding",
+        "walk": "diagnose walk",
         "further": "train rl",
     }.items():
         assert "Not in these results" in sections[name] and f"realvr {verb} " in sections[name]
