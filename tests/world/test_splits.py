@@ -198,6 +198,10 @@ def test_a_sequel_asks_about_its_second_picture():
         assert (first.images, reply.images, last.images) == ((0,), (), (1,))
         assert first.text.endswith("</answer>.") and reply.text[8] in "ABCD" and "(A)" in first.text
         assert all(box.image == 1 for box in sample.boxes)
+        (before,) = sample.earlier_boxes
+        if first.text.split("\n")[0] != last.text:  # a question of its own about the first picture, with its evidence
+            assert before
+        assert all(box.image == 0 for box in before)
         assert item.tags["withheld"] == "no"
         assert first.text.startswith(last.text) == (first.text.split("\n")[0] == last.text)
         edited += first.text.split("\n")[0] == last.text

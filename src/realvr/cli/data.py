@@ -21,6 +21,9 @@ from realvr.errors import UserError
 USABLE, TOO_FEW_USABLE, UNREADABLE = 0, 1, 2
 Input = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PATH", help_behavior_hint="(required)")]
 
+SHOWN_COUNTS = 12
+"""Numbers of boxes that ``data check`` lists one by one."""
+
 
 def _fail(errors: Iterable[object]) -> None:
     """As the other verbs do, for one input of several."""
@@ -80,6 +83,8 @@ def _print_check(result: dict[str, Any]) -> None:
         f"boxes: {boxes['boxes']:,} in {boxes['samples_with_boxes']:,} of {result['ok']:,} samples"
         + (f"; read as {units}" if units else "")
     )
+    if boxes["boxes"]:
+        console.print(_boxes_by_sample(boxes), soft_wrap=True)
     if "area" in boxes:
         shares = ", ".join(f"{name} {value:.4f}" for name, value in boxes["area"].items())
         console.print(f"box area, share of the image: {shares}", soft_wrap=True)
@@ -93,6 +98,18 @@ def _print_check(result: dict[str, Any]) -> None:
     console.print(
         f"images: {result['images']['referenced']:,} referenced, {result['images']['missing']:,} rows miss one"
     )
+
+
+def _boxes_by_sample(boxes: dict[str, Any]) -> str:
+    """How many boxes samples have, which must fit K where a span has one slot a box."""
+    counts = list(boxes["per_sample"].items())
+    shown = ", ".join(f"{number} in {samples:,}" for number, samples in counts[:SHOWN_COUNTS])
+    text = f"boxes by sample: {shown}" + (f", … up to {counts[-1][0]}" if len(counts) > SHOWN_COUNTS else "")
+    if boxes["on_several_images"]:
+        text += f"; on several images in {boxes['on_several_images']:,}"
+    if boxes["samples_with_earlier_boxes"]:
+        text += f"; earlier replies have boxes in {boxes['samples_with_earlier_boxes']:,}"
+    return text
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,9 @@ class Statistics:
     samples: int = 0
     images: int = 0
     with_boxes: int = 0
+    with_earlier_boxes: int = 0
+    on_several_images: int = 0
+    per_sample: Counter[int] = field(default_factory=Counter)
     areas: array[float] = field(default_factory=lambda: array("d"))
     letters: Counter[str] = field(default_factory=Counter)
     options: Counter[int] = field(default_factory=Counter)
@@ -30,6 +33,9 @@ class Statistics:
         self.samples += 1
         self.images += len(sample.images)
         self.with_boxes += bool(sample.boxes)
+        self.with_earlier_boxes += any(sample.earlier_boxes)
+        self.on_several_images += len({box.image for box in sample.boxes}) > 1
+        self.per_sample[len(sample.boxes)] += 1
         for box in sample.boxes:
             x0, y0, x1, y1 = box.xyxy
             self.areas.append((x1 - x0) * (y1 - y0))
@@ -41,8 +47,14 @@ class Statistics:
         self.tasks[sample.task or sample.category or "-"] += 1
 
     def boxes(self) -> dict[str, Any]:
-        """Number of boxes and how much of the image they cover."""
-        summary: dict[str, Any] = {"samples_with_boxes": self.with_boxes, "boxes": len(self.areas)}
+        """Number of boxes, in all and by sample, and how much of the image they cover."""
+        summary: dict[str, Any] = {
+            "samples_with_boxes": self.with_boxes,
+            "boxes": len(self.areas),
+            "per_sample": {str(boxes): samples for boxes, samples in sorted(self.per_sample.items())},
+            "on_several_images": self.on_several_images,
+            "samples_with_earlier_boxes": self.with_earlier_boxes,
+        }
         if self.areas:
             values = np.frombuffer(self.areas)
             low, middle, high = np.quantile(values, [0.05, 0.5, 0.95])
