@@ -116,7 +116,7 @@ def do(run: Runner, job: Job, data: Mapping[str, Path], options: argparse.Namesp
         words += ["--data.seed", job.seed, "--run.out", job.folder / "train", *options.train, *job.flags]
         if not Path(model).is_dir() and not run(log, "train", "rl", options.config, *words):
             return False
-    asked = ["--bench", f"trails={data['trails']}", "--no-ablation", "--max-new", 16, "--batch", options.batch]
+    asked = ["--bench", f"trails={data['trails']}", "--no-ablation", "--max-new", 24, "--batch", options.batch]
     asked += ["--device", options.device] if options.device else []
     done = job.folder / "eval"
     return (done / "summary.json").is_file() or run(log, "eval", model, *asked, "--out", done)

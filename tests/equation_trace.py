@@ -29,6 +29,7 @@ RL: dict[str, Any] = {"group": 2, "max_new": 12}
 METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "lvr-sft": ("sft", "mini-base", {}),
     "direct-sft": ("sft", "mini-base", {"model": {"latents": 0}}),
+    "direct-aux": ("sft", "mini-base", {"model": {"latents": 0}, "method": "direct-aux"}),
     "base": ("base", "mini-base", {"model": {"latents": 0}}),
     "direct": ("rl", "mini-base", RL | {"method": "direct", "model": {"latents": 0}}),
     "align": ("rl", "mini", RL | {"method": "custom", "objective": "align"}),
@@ -142,7 +143,7 @@ def step(method: str, data: Path, folder: Path) -> set[types.CodeType]:
     small = {"optim": {"batch": 2, "microbatch": 2}, "data": {"workers": 0}}
     raw = configure(kind, Path(model), data, folder / "run", **small, **changes)
     raw["model"]["path"] = model
-    if kind != "base" and method not in ("direct", "direct-sft"):
+    if kind != "base" and method not in ("direct", "direct-sft", "direct-aux"):
         raw["model"].pop("latents")
     path = config_file(raw, folder / "settings.yaml")
     with recording() as entered:

@@ -191,7 +191,7 @@ def test_boxes_on_several_images() -> None:
 def test_more_boxes_than_latents() -> None:
     row = sample(*((0, tuple(area.tolist())) for area in token_boxes(GRIDS[0])[:5]))
     config = EvidenceConfig(span="fixed")
-    assert refusal(config, row, 4) == (TOO_MANY_BOXES, "5 boxes, more than model.latents 4")
+    assert refusal(config, row, 4) == (TOO_MANY_BOXES, "5 boxes, more than the 4 targets of a span")
     assert refusal(config, row, 5) is None
     assert refusal(config, row, 0) is None, "Direct has no K"
     assert refusal(EvidenceConfig(), row, 4) is None

@@ -47,8 +47,9 @@ def all_of(samples: Mixture[Sample]) -> list[Sample]:
 class Encoder:
     """Samples to prompts and sequences within a token limit; counts what it rejects.
 
-    ``respond`` gives the reply that Stage 1 teaches, ``evidence`` what its latent slots stand for. With ``keep`` the
-    results stay in memory, under the sample's identity: the caller holds the samples.
+    ``respond`` gives the reply that Stage 1 teaches, ``evidence`` what its latent slots stand for. ``auxiliary``: that
+    many targets of the reply for a model without latents; they take up no slots. With ``keep`` the results stay in
+    memory, under the sample's identity: the caller holds the samples.
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class Encoder:
         keep: bool = False,
         respond: Callable[[Sample], str] = response_text,
         evidence: EvidenceConfig | None = None,
+        auxiliary: int = 0,
     ) -> None:
         self.backbone = backbone
+        self.auxiliary = auxiliary
         self.respond = respond
         self.evidence = evidence or EvidenceConfig()
         self.limit = min(limit, backbone.context_length)
@@ -118,16 +121,17 @@ class Encoder:
         response = [*self.backbone.prompts.encode_text(self.respond(sample))[0], self.backbone.end_of_turn_id]
 
         def more(targets: int) -> int:
-            return len(response) + span_tokens(targets)
+            return len(response) + span_tokens(0 if self.auxiliary else targets)
 
         prompt, found = self._fitting(sample, self.evidence, more)
         if prompt is None:
             return None
-        markers, slots = self.backbone.markers, len(found.targets[-1])
+        own = found.targets[-1:] if self.auxiliary else found.targets
+        markers, slots = self.backbone.markers, 0 if self.auxiliary else len(own[-1])
         span = [markers.start, *[markers.slot] * slots, markers.end] if slots else []
         ids = torch.cat([prompt.ids, torch.tensor([*span, *response], dtype=torch.long)])
         whole = Prompt(ids, prompt.images)
-        targets, pools = torch.from_numpy(np.concatenate(found.targets)), tuple(map(torch.from_numpy, found.pools))
+        targets, pools = torch.from_numpy(np.concatenate(own)), tuple(map(torch.from_numpy, found.pools))
         return SftExample(whole, len(prompt), targets, sample.id, pools, earlier=len(targets) - slots)
 
     def _fitting(
@@ -136,7 +140,7 @@ class Encoder:
         """Largest images with which prompt and what follows it fit the limit; and the targets on these images."""
         nothing = None, Spans([], [])
         # Without latents there is no span: Direct-SFT, the control with matched steps and cross-entropy only.
-        latents = self.backbone.latents
+        latents = self.auxiliary or self.backbone.latents
         if (refused := refusal(evidence, sample, latents)) is not None:
             self.draws.reject(refused[0], f"{sample.source or sample.id}: {refused[1]}")
             return nothing
@@ -169,7 +173,7 @@ class Encoder:
 
     def _with_spans(self, turns: list[Turn], found: Spans) -> list[Turn]:
         """Earlier replies as the model gives them itself: behind their spans, and in the words it is taught."""
-        slots, asked = iter(len(targets) for targets in found.targets), ""
+        slots, asked = iter(0 if self.auxiliary else len(targets) for targets in found.targets), ""
         said: list[Turn] = []
         for turn in turns:
             if turn.role == "assistant":

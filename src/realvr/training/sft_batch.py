@@ -24,7 +24,7 @@ class SftExample:
     targets: Tensor  # (T_v,) indices into the example's visual tokens, images one after the other, and its pools
     name: str = ""
     pools: tuple[Tensor, ...] = ()  # visual tokens whose mean is a target; the first is the index after the last token
-    earlier: int = 0  # how many of the targets belong to spans of earlier turns
+    earlier: int = 0  # how many of the targets are not of the response's span: of earlier turns, or auxiliary
     _layout: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def __len__(self) -> int:

@@ -97,6 +97,8 @@ class PackedMethod(Method[SftSettings, PC, SftBatch]):
     """One optimizer step is ``optim.batch`` packed rows, dealt out over the ranks; packing is done by each rank."""
 
     stage = "sft"
+    auxiliary: int = 0
+    """Targets of each example that take up no slots, for a model without latents."""
 
     def __init__(self, backbone: Backbone, config: PC) -> None:
         super().__init__(backbone, config)
@@ -108,7 +110,8 @@ class PackedMethod(Method[SftSettings, PC, SftBatch]):
         self.adapters = Adapters(self.backbone, settings.lora, markers=self.backbone.latents > 0)
         self.backbone.spell_out = c.spell_out
         respond = spelled_out if c.spell_out else response_text
-        self.encoder = Encoder(self.backbone, c.pack_tokens, settings.data.keep_encoded, respond, c)
+        keep = settings.data.keep_encoded
+        self.encoder = Encoder(self.backbone, c.pack_tokens, keep, respond, c, self.auxiliary)
         self.draws = self.encoder.draws
         self.samples = run.data.mixture(settings, run.ranks.rank, run.ranks.world)
         encoded = EncodedSamples(self.samples, self.encoder, settings)
@@ -175,12 +178,17 @@ class PackedMethod(Method[SftSettings, PC, SftBatch]):
         self.adapters.export(self.backbone, directory)
 
     @classmethod
+    def targets_each(cls, settings: SftSettings) -> int:
+        """Most targets that an example with a span of fixed length has: K."""
+        chosen = settings.model.latents
+        latents = trained_latents(settings.model.path) if chosen is None else chosen
+        return DEFAULT_LATENTS if latents is None else latents
+
+    @classmethod
     def check_data(cls, settings: SftSettings, data: TrainingData, ranks: Ranks) -> None:
         """Refuse data of which too many rows would be left out for their boxes. Latents learn from rows with boxes
         alone: refuse data without any, warn where there are few."""
-        chosen = settings.model.latents
-        latents = trained_latents(settings.model.path) if chosen is None else chosen
-        latents = DEFAULT_LATENTS if latents is None else latents
+        latents = cls.targets_each(settings)
         _check_boxes(settings, data, latents, ranks.rank == 0)
         if latents == 0:  # Direct-SFT: no span
             return

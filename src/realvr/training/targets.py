@@ -83,7 +83,7 @@ def refusal(config: EvidenceConfig, sample: Sample, latents: int) -> tuple[str, 
     for part in replies(config, sample):
         boxes = _with_area(part.boxes)
         if config.span == "fixed" and config.too_many_boxes == "refuse" and 0 < latents < len(boxes):
-            return TOO_MANY_BOXES, f"{len(boxes)} boxes, more than model.latents {latents}"
+            return TOO_MANY_BOXES, f"{len(boxes)} boxes, more than the {latents} targets of a span"
         images = sorted({box.image for box in boxes})
         if _in_given_order(config, sample) and len(images) > 1:
             shown = ", ".join(str(image) for image in images)

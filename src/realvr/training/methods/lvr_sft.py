@@ -83,24 +83,28 @@ class LvrSft(PackedMethod[LvrSftConfig]):
         logp_M, _ = token_logprobs(backbone, hidden_RTD[b.predict_M2[:, 0], b.predict_M2[:, 1]], b.labels_M)
         next_token = reconstruction.next_token(logp_M, denominator=b.tokens_total)
         yield Term("next_token", 1.0, next_token, len(b.labels_M) / b.tokens_total)
-        states_ND = hidden_RTD[b.slot_RT.roll(-1, dims=1)]  # one position before each slot, which is never in column 0
+        states_ND, first_N = self.target_states(hidden_RTD, b)
         error = reconstruction.reconstruction(
             states_ND, targets_ND, b.slot_example_N, b.examples, c.reconstruction_reduction, b.targets_total
         )
-        share, metrics = _latent_metrics(states_ND, targets_ND, b)
+        share, metrics = _latent_metrics(states_ND, targets_ND, first_N, b)
         yield Term("reconstruction", c.reconstruction_weight, error, share, metrics)
 
+    def target_states(self, hidden_RTD: Tensor, b: SftBatch) -> tuple[Tensor, Tensor]:
+        """What is trained to be each target (N, D), and which come first in their span (N,)."""
+        # One position before each slot, which is never in column 0.
+        return hidden_RTD[b.slot_RT.roll(-1, dims=1)], ~b.slot_RT.roll(1, dims=1)[b.slot_RT]
 
-def _latent_metrics(states_ND: Tensor, targets_ND: Tensor, b: SftBatch) -> tuple[Tensor, Metrics]:
+
+def _latent_metrics(states_ND: Tensor, targets_ND: Tensor, first_N: Tensor, b: SftBatch) -> tuple[Tensor, Metrics]:
     """This microbatch's part of the step's examples with targets; and how near the states are to their targets."""
     with torch.no_grad():
         cosine = nn.functional.cosine_similarity(states_ND.float(), targets_ND.float(), dim=-1)
     device = cosine.device
     has_targets = torch.zeros(b.examples, device=device).index_fill(0, b.slot_example_N, 1.0)
     # The first latent of a span alone has seen no evidence yet: it shows whether the model finds it by itself.
-    first = ~b.slot_RT.roll(1, dims=1)[b.slot_RT]
     return has_targets.sum() / b.targets_total, {
         "data/with_targets": (has_targets.sum(), torch.tensor(float(b.examples), device=device)),
         "latents/cos_target": (cosine.sum(), torch.tensor(float(len(cosine)), device=device)),
-        "latents/cos_first": (cosine[first].sum(), first.sum().float()),
+        "latents/cos_first": (cosine[first_N].sum(), first_N.sum().float()),
     }
