@@ -211,7 +211,7 @@ def test_an_unknown_setting_is_refused(model: Path, data: Path, tmp_path: Path) 
     said = run(*command(model, data, tmp_path / "out", "--power", "-1"), code=2)
     assert said == "realvr: error: power: Input should be greater than 0 (got -1.0)\n"
     said = run("diagnose", "bias", model, data, "--out", tmp_path / "out", plugin=None, code=2)
-    own = ", ".join(one.name for one in DIAGNOSTICS if one.__module__.startswith("realvr."))
+    own = ", ".join(sorted(one.name for one in DIAGNOSTICS if one.__module__.startswith("realvr.")))
     assert "counterfactual, distances, exchange" in own
     assert f"(there are {own}; --plugin FILE.py adds one of your own)" in said
 

@@ -1,4 +1,4 @@
-"""``realvr diagnose``, ``counterfactual`` and ``exchange``: questions asked of a latent."""
+"""``realvr diagnose``, ``counterfactual``, ``exchange`` and ``steer``: questions asked of a latent."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from realvr.diagnostics.distances import Distances
 from realvr.diagnostics.exchange import Exchange, ExchangeSettings
 from realvr.diagnostics.run import diagnose as run
 from realvr.diagnostics.settings import DiagnoseSettings, settings_of
+from realvr.diagnostics.steer import Steer, SteerSettings
 from realvr.evaluation.processes import ProcessFailed
 from realvr.evaluation.tables import wide_console
 
@@ -87,6 +88,29 @@ def exchange(settings: ExchangeCommand) -> int:
       realvr exchange mini runs/world/trails-pairs/samples.jsonl --out runs/exchange --from-step 2,4,6,8
     """
     return _run([Exchange(settings.own)], settings, "exchange")
+
+
+@dataclass(frozen=True)
+class SteerCommand(DiagnoseCommand):
+    """Options of ``realvr steer``."""
+
+    own: tyro.conf.OmitArgPrefixes[SteerSettings] = SteerSettings()
+    second_model: tyro.conf.Suppress[str | None] = None
+
+
+def steer(settings: SteerCommand) -> int:
+    """Move a latent to another place of the picture and see whether the model goes on from there.
+
+    z_t is replaced by the visual token of an arrow off the question's own trail; the recurrence goes on by itself.
+    Writes steer.jsonl (every answer) as it goes, then the tables steer.json, .md and .csv. The same command again
+    continues where a run was stopped; other steps add to the same folder.
+
+    Examples:
+      realvr world make runs/world --split trails
+      realvr steer mini runs/world/trails/samples.jsonl --at 2,4,6 --out runs/steer
+      realvr steer runs/model runs/world/trails/samples.jsonl --at 3 --out runs/steer --limit 200
+    """
+    return _run([Steer(settings.own)], settings, "steer")
 
 
 def diagnose(args: Sequence[str]) -> int:

@@ -49,6 +49,7 @@ COMMANDS: dict[str, Command] = {
     "benchmarks": Command("realvr.cli.benchmarks", "benchmarks", "Files, rules and citations of each."),
     "counterfactual": Command("realvr.cli.diagnose", "counterfactual", "Do answers follow edits of the picture?"),
     "exchange": Command("realvr.cli.diagnose", "exchange", "Do answers follow latents swapped in a pair?"),
+    "steer": Command("realvr.cli.diagnose", "steer", "Does the model go on from where a latent was moved to?"),
     "diagnose": Command("realvr.cli.diagnose", "diagnose", "Any diagnostic; without a name, the list.", raw=True),
     "score": Command("realvr.cli.score", "score", "Scores with intervals from saved predictions."),
     "compare": Command("realvr.cli.score", "compare", "Two evaluations, question by question."),

@@ -23,6 +23,8 @@ from realvr.imaging.types import Grid
 XYXY = tuple[float, float, float, float]
 Mask = NDArray[np.float32]
 Number = TypeVar("Number", bound=np.generic)
+_INSET = 1e-6
+"""Of a cell's side: rounding must not move its edge into the next token."""
 
 
 def before_each_reply(sample: Sample) -> list[Sample]:
@@ -189,6 +191,23 @@ def token_boxes(grid: Grid) -> NDArray[np.float64]:
     canvas = cells(rows, cols).reshape(grid.tile_rows, grid.rows, grid.tile_cols, grid.cols, 4)
     tiles = canvas.transpose(0, 2, 1, 3, 4).reshape(-1, 4)
     return np.concatenate([tiles, cells(grid.rows, grid.cols).reshape(-1, 4)]) if grid.thumbnail else tiles
+
+
+def cell_box(grid: Grid, row: int, column: int) -> XYXY:
+    """The area of one visual token of the picture, ``row`` and ``column`` counted from 0. Tiles lie side by side; the
+    thumbnail has no cells."""
+    rows, columns = canvas_size(grid)
+    if not (0 <= row < rows and 0 <= column < columns):
+        raise UserError(
+            f"row {row + 1}, column {column + 1} lies outside the picture: it has {rows} x {columns} visual tokens "
+            "(rows x columns, counted from 1)"
+        )
+    return (
+        (column + _INSET) / columns,
+        (row + _INSET) / rows,
+        (column + 1 - _INSET) / columns,
+        (row + 1 - _INSET) / rows,
+    )
 
 
 def preview_grid(family: str, size: tuple[int, int], max_tokens: int = 1280) -> Grid:

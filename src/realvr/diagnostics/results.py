@@ -1,5 +1,5 @@
-"""The shapes of ``counterfactual.json``, ``exchange.json``, ``grounding.json`` and ``walk.json``: what the summaries
-write and what the report and the demo read. No torch."""
+"""The shapes of the summaries of diagnostics (``counterfactual.json``, ``exchange.json``, …): what they write and what
+the report and the demo read. No torch."""
 
 from __future__ import annotations
 
@@ -182,4 +182,36 @@ class Walk(WalkNumbers):
     """Questions with more boxes than latents."""
     steps: list[WalkStep]
     groups: dict[Text, WalkNumbers]
+
+
+class Outcomes(TypedDict):
+    """What answers do once a latent was replaced: shares of all of them."""
+
+    new: Rate
+    old: Rate
+    neither: Rate
+    unreadable: Rate
+
+
+class SteerStep(TypedDict):
+    step: int
+    questions: int
+    moved: Outcomes
+    own_place: Outcomes
+    free: Outcomes
+    later_moved: Mean
+    later_own_place: Mean
+    later_free: Mean
+    unchanged: Rate
+    under_way: Outcomes
+    ended: Outcomes
+    skipped: dict[Text, int]
+
+
+class Steer(TypedDict):
+    latents: int
+    questions: int
+    follows: Mean
+    steps: list[SteerStep]
+    errors: int
     settings: NotRequired[Settings]

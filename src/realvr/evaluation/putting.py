@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from realvr.data.boxes import XYXY, clip_box
+from realvr.data.boxes import XYXY, cell_box, clip_box
 from realvr.errors import UserError
 from realvr.imaging.types import Grid
 
@@ -36,8 +36,6 @@ class Put:
 
     def area(self, grid: Grid) -> XYXY:
         """The box on a picture with this grid; a place outside it is refused."""
-        from realvr.latent.regions import cell_box
-
         if self.cell is None:
             assert self.box is not None
             return self.box

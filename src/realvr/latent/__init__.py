@@ -17,7 +17,7 @@ _HOME = {
     "Memory": "realvr.latent.recurrence",
     "regenerate": "realvr.latent.recurrence",
     "trajectory": "realvr.latent.recurrence",
-    "cell_box": "realvr.latent.regions",
+    "cell_box": "realvr.data.boxes",
     "region_vector": "realvr.latent.regions",
     "Completion": "realvr.latent.group_rollout",
     "Rollout": "realvr.latent.group_rollout",

@@ -7,30 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from realvr.data.boxes import XYXY, canvas_size, clip_box, token_mask
+from realvr.data.boxes import clip_box, token_mask
 from realvr.errors import UserError
 from realvr.imaging.types import Grid
 from realvr.maths.precision import at_least_float32
-
-_INSET = 1e-6
-"""Of a cell's side: rounding must not move its edge into the next token."""
-
-
-def cell_box(grid: Grid, row: int, column: int) -> XYXY:
-    """The area of one visual token of the picture, ``row`` and ``column`` counted from 0. Tiles lie side by side; the
-    thumbnail has no cells."""
-    rows, columns = canvas_size(grid)
-    if not (0 <= row < rows and 0 <= column < columns):
-        raise UserError(
-            f"row {row + 1}, column {column + 1} lies outside the picture: it has {rows} x {columns} visual tokens "
-            "(rows x columns, counted from 1)"
-        )
-    return (
-        (column + _INSET) / columns,
-        (row + _INSET) / rows,
-        (column + 1 - _INSET) / columns,
-        (row + 1 - _INSET) / rows,
-    )
 
 
 def region_tokens(grid: Grid, box: Sequence[float]) -> Tensor:
