@@ -144,12 +144,12 @@ STOPS = "Array.from(document.querySelectorAll('.card .stop')).map(s => [s.classL
 SAID = "Array.from(document.querySelectorAll('.card .said li')).map(l => l.textContent)"
 
 
-def stops(tab: Page) -> list[tuple[str, int]]:
+def stops(tab: Page, columns: int = case_results.GRID) -> list[tuple[str, int]]:
     """(where its latents come from, cell) of every stop that is drawn."""
     found = []
     for kind, label in tab.run(STOPS):
         row, column = label.split(" at row ")[1].split(", cosine")[0].split(", column ")
-        found.append((kind, (int(row) - 1) * case_results.GRID + int(column) - 1))
+        found.append((kind, (int(row) - 1) * columns + int(column) - 1))
     return found
 
 
@@ -164,22 +164,41 @@ def option(case: Any, letter: str) -> str:
     return f"{letter} ({case['choices'][ord(letter) - ord('A')]})"
 
 
-def test_the_script_draws_what_the_page_has_without_it(tab: Page, content: list[Any]) -> None:
-    """Both pictures of every case: drawn by Python and by the script, the same marks."""
-    plain = "document.querySelectorAll('.plain')[{}].querySelectorAll('svg.walk')[{}].innerHTML"
+@pytest.mark.parametrize("shape", [(6, 6, 48, 48), (3, 12, 960, 250), (12, 3, 48, 100)])
+def test_the_script_draws_what_the_page_has_without_it(
+    tab: Page, cases: Path, tmp_path: Path, shape: tuple[int, int, int, int]
+) -> None:
+    """Both pictures of every case, on any grid: drawn by Python and by the script, the same marks."""
+    content = json.loads((cases / "cases.json").read_text())
+    for case in content["cases"]:
+        case |= {"grid": list(shape[:2])}
+        for view in case["views"]:
+            view |= {"size": list(shape[2:])}
+    (tmp_path / "cases.json").write_text(json.dumps(content))
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    tab.open(tmp_path / "out/index.html")
+    plain = "document.querySelectorAll('.plain')[{}].querySelectorAll('svg.walk')[{}].{}"
     drawn = (
         "(() => { const copy = document.querySelector('.card svg.walk').cloneNode(true); "
         "copy.querySelectorAll('.edit').forEach(e => e.remove()); "
         "copy.querySelectorAll('.stop').forEach(s => { s.removeAttribute('tabindex'); s.removeAttribute('role'); }); "
-        "return copy.innerHTML; })()"
+        "return copy.{}; })()"
     )
-    for number in range(COUNT):
+    for number, case in enumerate(content["cases"]):
         tab.run(f"document.querySelectorAll('.card .thumb')[{number}].click()")
         for view in (0, 1):
             tab.run(f"document.querySelectorAll('.card .toggle button')[{view}].click()")
-            assert tab.run(drawn) == tab.run(plain.format(number, view)) != ""
-            assert [cell for _, cell in stops(tab)] == _merged(content[number]["views"][view]["walk"]["cells"])
+            for part in ("innerHTML", "getAttribute('viewBox')"):
+                assert tab.run(drawn.replace("{}", part)) == tab.run(plain.format(number, view, part)) != ""
+            assert [cell for _, cell in stops(tab, shape[1])] == _merged(case["views"][view]["walk"]["cells"])
     assert tab.run("Array.from(document.querySelectorAll('.plain')).every(one => one.offsetHeight === 0)")
+    # A number stands in or beside its cell, within the picture.
+    inside = (
+        "Array.from(document.querySelectorAll('.card .stop .badge')).every(b => { const box = b.getBBox(), "
+        "all = document.querySelector('.card svg.walk').viewBox.baseVal; return box.x >= -0.1 && box.y >= -0.1 "
+        "&& box.x + box.width <= all.width + 0.1 && box.y + box.height <= all.height + 0.1; })"
+    )
+    assert tab.run(inside)
 
 
 def test_one_click_or_key_shows_the_edited_picture(tab: Page, content: list[Any]) -> None:

@@ -232,7 +232,7 @@ class Cases(Diagnostic[CasesSettings]):
         return (
             f"How these cases were chosen: the first {self.settings.examine} pairs of each edit were examined, {count} "
             f"in all; the model answered a picture wrongly in {failures} of them. {len(shown)} are shown, {failed} of "
-            "them failures: at least their share of the examined pairs, and at least two if there are any. The next "
+            "them failures: at least their share of the examined pairs, and two if there are as many. The next "
             f"case is always of the edit shown least so far, then of the value of '{self.settings.tag}' shown least, "
             "the largest first, then the first in the data. Failures stand last."
         )

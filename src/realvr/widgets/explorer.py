@@ -181,7 +181,7 @@ def _stop(
     opacity: str,
     grid: Sequence[int],
 ) -> str:
-    (x, y), unit = at, min(cell)
+    (x, y), unit, height = at, min(cell), cell[1] * grid[0]
     label = str(one["first"]) if one["first"] == one["last"] else f"{one['first']}–{one['last']}"
     roomy = unit >= _ROOMY
     # A cell that is visited again has its further numbers in its other corners.
@@ -190,6 +190,7 @@ def _stop(
     by = y + (down * 0.3 * cell[1] if roomy else 0)
     wide = 2 * badge + (len(label) - 1) * badge * 0.85
     bx = min(max(bx, wide / 2), WIDTH - wide / 2)
+    by = min(max(by, badge), height - badge)
     parts = []
     if last:
         parts.append(f'<circle class="ring" cx="{_text(x)}" cy="{_text(y)}" r="{_text(0.44 * unit)}"></circle>')

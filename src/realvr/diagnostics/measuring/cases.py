@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from realvr.answers import equal, parser
+from realvr.answers import canonical_answer, equal, parser
 from realvr.data.boxes import canvas_size, prompt_boxes
 from realvr.diagnostics.measuring.asking import ask_pairs
 from realvr.diagnostics.measuring.views import Views, read_views
@@ -25,6 +25,7 @@ from realvr.latent.regions import region_vector
 from realvr.latent.span import span_tokens, splice, think
 from realvr.latent.walk import walk
 from realvr.widgets.explorer import Case, Said, Steered, Swapped, View, Walked
+from realvr.world.trails import follow
 
 MOST_PIXELS = 384
 """Longest side of a picture on the page."""
@@ -212,20 +213,17 @@ def cell_boxes(cells: tuple[int, int]) -> list[tuple[float, float, float, float]
 
 def trail_answers(pair: Pair, view: int, cells: tuple[int, int], left: int) -> list[str | None]:
     """Where the data is a trail: the answer at its end from each cell, if ``left`` latents suffice to get there."""
-    trail = pair.views[view].meta.get("trail")
-    none: list[str | None] = [None] * (cells[0] * cells[1])
-    if not trail or tuple(trail["grid"]) != cells or pair.views[view].tags.get("kind") != "end":
-        return none
-    from realvr.answers import canonical_answer
-    from realvr.world.trails import follow
-
-    found = []
+    sample = pair.views[view]
+    trail = sample.meta.get("trail")
+    if not isinstance(trail, dict) or trail.get("grid") != list(cells) or sample.tags.get("kind") != "end":
+        return [None] * (cells[0] * cells[1])
+    board, found = trail["board"], list[str | None]()
     for row in range(cells[0]):
         for column in range(cells[1]):
-            path = follow(trail["board"], (row, column))
-            end = trail["board"][path[-1][0]][path[-1][1]] if path and len(path) <= left else ""
-            color = end.removeprefix("circle ") if end.startswith("circle ") else None
-            found.append(None if color is None else canonical_answer(color, pair.original.choices))
+            way = follow(board, (row, column))
+            reached = way is not None and len(way) <= left
+            end = board[way[-1][0]][way[-1][1]].removeprefix("circle ") if way is not None and reached else ""
+            found.append(canonical_answer(end, sample.choices) if end else None)
     return found
 
 

@@ -74,7 +74,7 @@
     const label = one.first === one.last ? String(one.first) : one.first + "–" + one.last;
     const across = 2 * badge + (label.length - 1) * badge * 0.85;
     const bx = clamp(x + (roomy ? corner[0] * 0.3 * wide : 0), across / 2, WIDTH - across / 2);
-    const by = y + (roomy ? corner[1] * 0.3 * high : 0);
+    const by = clamp(y + (roomy ? corner[1] * 0.3 * high : 0), badge, high * grid[0] - badge);
     const round = one.kind === "donor" ? 3 : badge;
     let parts = "";
     if (one.kind === "put") {
@@ -312,7 +312,7 @@
     function quiet() {
       readout.textContent = state.view && view().changed.length
         ? "Outlined in yellow: where the picture was edited."
-        : "Point at a number, or reach it with Tab, for its cosine.";
+        : (window.matchMedia("(hover: none)").matches ? "Tap a number" : "Point at a number, or reach it with Tab,") + " for its cosine.";
     }
     function verdict(made, number, reply) {
       const other = NAMES[1 - state.view];
@@ -365,7 +365,7 @@
       slots.classList.toggle("many", count > 12);
       slots.replaceChildren.apply(slots, made.cells.map(function (_, index) {
         const cosine = make("small", { text: fixed(made.cosine[index], 2) });
-        return make("li", { class: made.kinds[index] }, ["z" + (index + 1), cosine]);
+        return make("li", { class: made.kinds[index] }, [count > 24 ? "" : (count > 12 ? "" : "z") + (index + 1), cosine]);
       }));
     }
     function showSteering() {
