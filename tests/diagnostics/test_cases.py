@@ -32,6 +32,7 @@ from realvr.diagnostics.model import Model
 from realvr.diagnostics.pairs import Pair, pair_up, read_pairs
 from realvr.errors import UserError
 from realvr.evaluation.model_responder import ModelResponder
+from realvr.evaluation.responder import Plan, Request
 from realvr.imaging.types import Grid
 from realvr.latent.group_rollout import rollout
 from realvr.latent.sampling import Sampling
@@ -193,6 +194,31 @@ def test_a_run_examines_chooses_and_records(finished: Path, data: Path, mini: Ba
     assert [bool(case["views"][0]["steered"]) for case in found["cases"]] == [True, False, False]
     assert all(len(json.dumps(case)) < 60_000 for case in found["cases"])
     assert f"wrongly in {failures} of them" in found["rule"] and "first 1 pairs of each edit" in found["rule"]
+
+
+def test_swaps_take_the_latents_of_the_other_picture_from_a_step_on(finished: Path, data: Path, mini: Backbone) -> None:
+    """One request at a time, on a model whose replies and walks depend on the span."""
+    cases = json.loads((finished / "cases.json").read_text())["cases"]
+    pairs = {one.id: one for one in read_pairs(data)[0]}
+    responder = ModelResponder(mini, Sampling(temperature=0.0, max_new=24))
+    moved = 0
+    for case in cases:
+        views = pairs[case["id"]].views
+        spans = [reply_to(mini, view)[1] for view in views]
+        turns = [conversation(view, [image.open() for image in view.images]) for view in views]
+        for own, view in enumerate(case["views"]):
+            features = mini.encode_images(mini.prompt(turns[own]).images).features_ND
+            for start, swap in enumerate(view["swaps"]):
+                mixed = torch.cat([spans[own][:start], spans[1 - own][start:]])
+                request = [Request(views[own], turns[own])]
+                ((reply,),) = responder.reply(request, [Plan(len(mixed), [mixed])])
+                assert swap["reply"]["text"] == reply.text
+                assert swap["walk"]["cells"] == nearest(mixed[start:], features, Grid(6, 6))
+                tokens = features[swap["walk"]["cells"]]
+                cosine = torch.nn.functional.cosine_similarity(mixed[start:], tokens, dim=-1)
+                assert swap["walk"]["cosine"] == pytest.approx(cosine.tolist(), abs=1e-3)
+                moved += swap["walk"]["cells"] != view["walk"]["cells"][start:]
+    assert moved > 4  # something to get wrong
 
 
 def test_steering_puts_the_token_of_each_cell(finished: Path, data: Path, mini: Backbone) -> None:

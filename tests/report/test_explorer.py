@@ -214,8 +214,9 @@ def test_one_click_or_key_shows_the_edited_picture(tab: Page, content: list[Any]
         tab.run(SAID)[1]
         == f"mini-direct says {option(case, case['views'][0]['truth'])}: ✗ wrong, it is right for the original picture"
     )
-    tab.press("e", 69)
-    assert tab.run(src) == case["views"][0]["picture"]
+    for view in (0, 1, 0):
+        tab.press("e", 69)
+        assert tab.run(src) == case["views"][view]["picture"]
     pressed = "Array.from(document.querySelectorAll('.card .toggle button')).map(b => b.getAttribute('aria-pressed'))"
     assert tab.run(pressed) == ["true", "false"]
     tab.press("n", 78)
