@@ -78,8 +78,8 @@ def _parting(results: Sequence[Shown]) -> list[Table]:
     ]
     header = ["arm", "t − step of parting", "answers", "donor-answer lift (points)", "donor-margin shift (nats)"]
     note = (
-        "Steps before the two trails part show the same cells in both views. Up to 0 every latent that differs is the "
-        "donor's; above 0 the first of them stay the recipient's."
+        "Before they part, both views walk the same cells, the last of which holds the arrow that was turned. Up to 0 "
+        "every latent on another cell is the donor's; above 0 the first of them stay the recipient's."
     )
     return [Table("From step t on, counted from where the trails part", header, rows, note)] if rows else []
 
