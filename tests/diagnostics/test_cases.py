@@ -156,7 +156,7 @@ def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The packaged model on the first of two pairs of each edit, beside one that has no span."""
     out = tmp_path_factory.mktemp("run") / "cases"
     command = ["diagnose", "cases", "mini", str(data), "--out", str(out), "--second-model", "mini-base"]
-    options = ["--examine", "1", "--cases", "3", "--steered", "1", "--steps", "4", "--tag", "kind", "--device", "cpu"]
+    options = ["--examine", "1", "--cases", "3", "--steered", "1", "--at", "4", "--by", "kind", "--device", "cpu"]
     assert main([*command, *options, "--max-new", "24"]) == 0
     return out
 
@@ -246,7 +246,7 @@ def tiny(build_tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_that_was_killed_goes_on_to_the_same_page(tiny: Path, data: Path, tmp_path: Path) -> None:
     """And the second model is a choice."""
-    own = Cases.configure({"examine": 2, "cases": 5, "steered": 2, "steps": "2,3,9"})
+    own = Cases.configure({"examine": 2, "cases": 5, "steered": 2, "at": "2,3,9"})
     run = DiagnoseSettings(str(tiny), data, tmp_path / "out", device="cpu", max_new=3)
     found = diagnose([own], run)["cases"]
     journal = tmp_path / "out/cases.jsonl"
@@ -264,12 +264,12 @@ def test_what_cannot_be_done_is_refused(data: Path, tmp_path: Path) -> None:
     def run(values: dict[str, Any], path: Path = data, model: str = "mini") -> None:
         diagnose([Cases.configure(values)], DiagnoseSettings(model, path, tmp_path / "out", device="cpu"))
 
-    with pytest.raises(UserError, match="--steps is '2,x': write numbers"):
-        run({"steps": "2,x"})
+    with pytest.raises(UserError, match="--at is '2,x': write steps"):
+        run({"at": "2,x"})
     with pytest.raises(UserError, match="steps are counted from 1"):
-        run({"steps": "0,2"})
-    with pytest.raises(UserError, match="--steps is 90, but the span has K = 8 latents"):
-        run({"steps": "90"})
+        run({"at": "0,2"})
+    with pytest.raises(UserError, match="--at is 90, but the span has K = 8 latents"):
+        run({"at": "90"})
     with pytest.raises(UserError, match="no trained latent span"):
         run({}, model="mini-base")
     double = tmp_path / "double.jsonl"

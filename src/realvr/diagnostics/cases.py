@@ -26,6 +26,7 @@ from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import rate
 from realvr.diagnostics.pairs import Pair, first_of_each
 from realvr.errors import UserError
+from realvr.latent.steps import parse_steps
 from realvr.runs.journal import Record
 from realvr.runs.progress import busy
 from realvr.runs.records import Text as AnyText
@@ -59,32 +60,21 @@ class CasesSettings(AnswerSettings):
 
     cases: int = Field(default=12, ge=1, description="Cases on the page.")
     examine: int = Field(default=24, ge=1, description="Pairs of each edit, the first of the data, to choose from.")
-    tag: str = Field(default="arrows", description="Tag of the samples over whose values cases are spread.")
+    by: str = Field(default="arrows", description="Tag over whose values cases are spread.")
     steered: int = Field(default=3, ge=0, description="How many cases, the first, a reader can steer.")
-    steps: str = Field(
+    at: str = Field(
         default="2,4,6",
-        description="Steps at which a latent is put elsewhere, separated by commas; those beyond K are left out.",
+        description="Steps whose latent can be moved, separated by commas; those beyond K are left out.",
     )
     rows: int = Field(
         default=64, ge=1, description="Spans decoded together; each holds a copy of its prompt's keys and values."
     )
 
-    @field_validator("steps")
+    @field_validator("at")
     @classmethod
     def _numbers(cls, value: str) -> str:
-        parse_steps(value)
+        parse_steps(value, "--at")
         return value
-
-
-def parse_steps(text: str) -> list[int]:
-    """``2,4,6`` as numbers, ascending, each once."""
-    try:
-        steps = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        raise UserError(f"--steps is {text!r}: write numbers separated by commas, such as 2,4,6") from None
-    if steps[0] < 1:
-        raise UserError(f"--steps is {text!r}: steps are counted from 1")
-    return steps
 
 
 @dataclass(frozen=True)
@@ -154,10 +144,10 @@ class Cases(Diagnostic[CasesSettings]):
         return first_of_each(single, self.settings.examine)
 
     def settle(self, model: Model) -> None:
-        self._steps = [step for step in parse_steps(self.settings.steps) if step <= model.latents]
+        self._steps = [step for step in parse_steps(self.settings.at, "--at") if step <= model.latents]
         if self.settings.steered and not self._steps:
             raise UserError(
-                f"--steps is {self.settings.steps}, but the span has K = {model.latents} latents: name smaller steps, "
+                f"--at is {self.settings.at}, but the span has K = {model.latents} latents: name smaller steps, "
                 "or choose --steered 0"
             )
 
@@ -176,7 +166,7 @@ class Cases(Diagnostic[CasesSettings]):
         self._places = {samples[one.place].id: place for place, one in enumerate(chosen)}
 
     def _tag(self, pair: Pair) -> str:
-        return pair.original.tags.get(self.settings.tag, "")
+        return pair.original.tags.get(self.settings.by, "")
 
     def measure(self, model: Model, samples: Samples) -> Iterable[Record]:
         from realvr.diagnostics.measuring.cases import build_cases
@@ -200,7 +190,7 @@ class Cases(Diagnostic[CasesSettings]):
 
     def _about(self, pair: Pair) -> str:
         value = self._tag(pair)
-        name = self.settings.tag if value != "1" or not self.settings.tag.endswith("s") else self.settings.tag[:-1]
+        name = self.settings.by if value != "1" or not self.settings.by.endswith("s") else self.settings.by[:-1]
         words = [f"{value} {name}" if value.isdecimal() else value, pair.edit.replace("_", " ")]
         return ", ".join(word for word in words if word)
 
@@ -233,7 +223,7 @@ class Cases(Diagnostic[CasesSettings]):
             f"How these cases were chosen: the first {self.settings.examine} pairs of each edit were examined, {count} "
             f"in all; the model answered a picture wrongly in {failures} of them. {len(shown)} are shown, {failed} of "
             "them failures: at least their share of the examined pairs, and two if there are as many. The next "
-            f"case is always of the edit shown least so far, then of the value of '{self.settings.tag}' shown least, "
+            f"case is always of the edit shown least so far, then of the value of '{self.settings.by}' shown least, "
             "the largest first, then the first in the data. Failures stand last."
         )
 

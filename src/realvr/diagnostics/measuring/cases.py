@@ -14,12 +14,13 @@ from PIL import Image
 from torch import Tensor
 
 from realvr.answers import canonical_answer, equal, parser
-from realvr.data.boxes import canvas_size, prompt_boxes
+from realvr.data.boxes import canvas_size, cell_box, prompt_boxes
 from realvr.diagnostics.measuring.asking import ask_pairs
 from realvr.diagnostics.measuring.views import Views, read_views
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.pairs import Pair
 from realvr.errors import UserError
+from realvr.imaging.types import Grid
 from realvr.latent.group_rollout import decode
 from realvr.latent.regions import region_vector
 from realvr.latent.span import span_tokens, splice, think
@@ -182,7 +183,8 @@ class Bench:
         """z_step replaced by the visual tokens of each cell in turn, from where the recurrence goes on."""
         grid, backbone = self.grids[row], self.model.backbone
         cells = coarse(canvas_size(grid))
-        vectors = [region_vector(self.features[row], grid, box) for box in cell_boxes(cells)]
+        boxes = [cell_box(Grid(*cells), y, x) for y in range(cells[0]) for x in range(cells[1])]
+        vectors = [region_vector(self.features[row], grid, box) for box in boxes]
         answers: list[str | None] = []
         walks: list[Walked] = []
         for begin in range(0, len(vectors), self.rows):
@@ -199,16 +201,6 @@ class Bench:
 def coarse(canvas: tuple[int, int]) -> tuple[int, int]:
     """Rows and columns of the cells that a latent can be put at: the visual tokens, or at most 8 x 8 regions."""
     return min(canvas[0], MOST_CELLS), min(canvas[1], MOST_CELLS)
-
-
-def cell_boxes(cells: tuple[int, int]) -> list[tuple[float, float, float, float]]:
-    """Their areas in fractions of the picture, row by row, without their very edges: those belong to neighbours too."""
-    rows, columns, inset = *cells, 1e-6
-    return [
-        ((x + inset) / columns, (y + inset) / rows, (x + 1 - inset) / columns, (y + 1 - inset) / rows)
-        for y in range(rows)
-        for x in range(columns)
-    ]
 
 
 def trail_answers(pair: Pair, view: int, cells: tuple[int, int], left: int) -> list[str | None]:
