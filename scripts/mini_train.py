@@ -61,13 +61,15 @@ def jobs() -> dict[str, Job]:
     kinds = ("--kinds", *KINDS)
     drawn = [
         _draw("lessons", "trails-lessons", 40_000),
-        _draw("trails", "trails-train", 40_000),
-        _draw("trails-short", "trails-train", 20_000, "--arrows", "1-4"),
+        _draw("trails", "trails-train", 36_000),
+        _draw("trails-short", "trails-train", 12_000, "--arrows", "1-4"),
         _draw("curriculum", "curriculum", 40_000, *kinds),
         _draw("practice", "practice", 16_000),
         _draw("sequels", "sequels", 12_000, *kinds),
         _draw("dialogues", "dialogues", 5_000, *kinds),
-        _draw("boxes", "train-boxes", 12_000, "--size", "48", "--withheld", "exclude", *kinds),
+        _draw("practice-sft", "practice", 8_000),
+        _draw("sequels-sft", "sequels", 8_000, *kinds),
+        _draw("boxes", "train-boxes", 8_000, "--size", "48", "--withheld", "exclude", *kinds),
         _draw("held-out", "trails", 350, seed=100),  # for the curves alone
     ]
     world = tuple(f"draw-{name}" for name in ("curriculum", "practice", "sequels"))
@@ -96,7 +98,7 @@ def jobs() -> dict[str, Job]:
         _train("world-base", "base", "base-world", str(ROOT / "world-base-1" / "final"), ("world-base-1",), *more),
         _train("base", "base", "base", str(ROOT / "world-base" / "final"), ("world-base", *world, *lessons)),
     ]
-    stage1 = ("base", "draw-trails", "draw-boxes", "draw-practice", "draw-sequels", "draw-held-out")
+    stage1 = ("base", "draw-trails", "draw-boxes", "draw-practice-sft", "draw-sequels-sft", "draw-held-out")
     for seed in SEEDS:
         seeded = ("--run.seed", str(seed), "--data.seed", str(seed))
         made += [
@@ -141,14 +143,15 @@ def trial(job: Job) -> Job:
 
 
 def needed(every: dict[str, Job], patterns: list[str]) -> list[Job]:
-    """The jobs that match a pattern, and all that they wait for, in the order of the table."""
+    """The jobs that match a pattern, and all that those not done wait for, in the order of the table."""
     wanted = {name for name in every for pattern in patterns if fnmatch.fnmatch(name, pattern)}
     for pattern in patterns:
         if not fnmatch.filter(every, pattern):
             sys.exit(f"no job matches {pattern!r}; --list shows them")
     waiting = list(wanted)
     while waiting:
-        for name in every[waiting.pop()].after:
+        job = every[waiting.pop()]
+        for name in job.after if not job.done.exists() else ():
             if name not in wanted:
                 wanted.add(name)
                 waiting.append(name)
