@@ -13,7 +13,7 @@ from trail_solver import look, solve
 
 @pytest.fixture(scope="module")
 def found():
-    every = list(items(Recipe("trails-pairs", seed=1, count=60)))
+    every = list(items(Recipe("trails-pairs", seed=1, count=40)))
     return list(zip(every[::2], every[1::2], strict=True))
 
 
@@ -66,10 +66,10 @@ def test_edits_change_exactly_what_they_should(found):
 
 def test_how_often_an_edit_changes_the_answer(found):
     counts = Counter((original.tags["edit"], original.tags["changed"]) for original, _ in found)
-    assert counts["turn_on_trail", "yes"] == counts["recolor_end", "yes"] == counts["turn_beside", "no"] == 60
-    assert 18 <= counts["swap_circles", "yes"] <= 42
+    assert counts["turn_on_trail", "yes"] == counts["recolor_end", "yes"] == counts["turn_beside", "no"] == 40
+    assert 10 <= counts["swap_circles", "yes"] <= 30
     parted = Counter(original.meta["trail"]["parts_at"] for original, _ in found)
-    assert all(parted[at] for at in range(2, 8)), parted
+    assert all(parted[at] for at in range(2, 7)), parted
 
 
 def test_the_diagnostics_read_them_as_pairs():

@@ -20,7 +20,7 @@ from realvr.world.items import Item
 from realvr.world.questions import Withheld
 from realvr.world.sheet import contact_sheet
 from realvr.world.splits import SPLITS, Recipe, build, samples
-from realvr.world.trails.plan import Plan, parse_arrows, parse_grid
+from realvr.world.trails.plan import Answers, Plan, Start, parse_arrows, parse_grid
 
 RECIPE = "recipe.json"
 FILES = {
@@ -52,6 +52,9 @@ class MakeSettings:
         withheld: Whether questions may (any), must not (exclude) or must (only) refer to something by a withheld word.
         grid: Cells of a board of trails, ROWSxCOLUMNS. Left out: 6x6.
         arrows: Fewest and most arrows on a trail. Left out: 1-7.
+        clutter: Trails among shapes that lead nowhere, colored arrows and arrows of several styles.
+        start: What questions about trails name the start by.
+        answers: Whether questions about trails come with options or want a free answer.
         resize_pixels: Pixels that a model shrinks a large image to (hrbench, vstar: decides what is visible).
         patch: Side in pixels of what one visual token covers after that.
         workers: Processes.
@@ -68,6 +71,9 @@ class MakeSettings:
     withheld: Withheld | None = None
     grid: str | None = None
     arrows: str | None = None
+    clutter: bool = False
+    start: Start = "color"
+    answers: Answers = "options"
     resize_pixels: int | None = None
     patch: int | None = None
     workers: int = 2
@@ -96,6 +102,9 @@ class ShowSettings:
         withheld: As for make.
         grid: As for make.
         arrows: As for make.
+        clutter: As for make.
+        start: As for make.
+        answers: As for make.
         resize_pixels: As for make.
         patch: As for make.
     """
@@ -110,6 +119,9 @@ class ShowSettings:
     withheld: Withheld | None = None
     grid: str | None = None
     arrows: str | None = None
+    clutter: bool = False
+    start: Start = "color"
+    answers: Answers = "options"
     resize_pixels: int | None = None
     patch: int | None = None
 
@@ -124,7 +136,7 @@ def _recipe(split: str, settings: MakeSettings | ShowSettings, count: int | None
 
 def _plan(settings: MakeSettings | ShowSettings) -> Plan:
     """What the settings say about trails; the usual where they say nothing."""
-    chosen: dict[str, Any] = {}
+    chosen: dict[str, Any] = {"clutter": settings.clutter, "start": settings.start, "answers": settings.answers}
     if settings.grid:
         chosen["grid"] = parse_grid(settings.grid)
     if settings.arrows:

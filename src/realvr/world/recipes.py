@@ -61,6 +61,10 @@ ANY_KIND = ("curriculum", "curriculum-test", "dialogues", "sequels", "train-boxe
 """Splits whose kinds of question, and rule for withheld words, can be chosen."""
 
 
+TRAILS_WITHIN = {"train-boxes": range(30, 31), "train-plain": range(31, 32)}
+"""Splits of scenes that hold trails too where kind ``trails`` is asked for, and the buckets of boards they own."""
+
+
 PRACTICE_SIDE = 499
 """Longest side of practice: its HR-Bench pictures must stay below 2,000 pixels to be of the small kind."""
 
@@ -90,7 +94,7 @@ class Recipe:
             raise UserError(f"seed is {self.seed}; it must not be negative")
         self._check_kinds()
         self._check_trail()
-        if self.withheld and self.split not in (*ANY_KIND, "practice"):
+        if self.withheld and self.split not in (*ANY_KIND, "practice", *trails.KINDS):
             raise UserError(
                 f"split {self.split} uses any words; withheld can be chosen for {', '.join((*ANY_KIND, 'practice'))}"
             )
@@ -106,7 +110,8 @@ class Recipe:
             raise UserError("split practice knows what a model sees from its size; resize is for hrbench only")
 
     def _check_kinds(self) -> None:
-        known = trails.KINDS.get(self.split, FULL_KINDS)
+        mixed = ("trails",) if self.split in TRAILS_WITHIN else ()
+        known = trails.KINDS.get(self.split, FULL_KINDS + mixed)
         unknown = [kind for kind in self.kinds if kind not in known]
         if unknown:
             of = f" in split {self.split}" if self.of_trails else ""
@@ -117,10 +122,15 @@ class Recipe:
             )
 
     def _check_trail(self) -> None:
-        if self.of_trails:
+        if self.of_trails or "trails" in self.kinds:
             self.trail.fit(self.canvas)
+            if self.withheld == "only":
+                raise UserError("no question about a trail refers to something by a withheld word: withheld is any")
         elif self.trail != Plan():
-            raise UserError(f"split {self.split} has no trails; grid and arrows are for {', '.join(trails.KINDS)}")
+            raise UserError(
+                f"split {self.split} has no trails; choose one of {', '.join(trails.KINDS)}, or kind trails of "
+                f"{' and '.join(TRAILS_WITHIN)}"
+            )
 
     @property
     def of_trails(self) -> bool:

@@ -31,10 +31,25 @@ def _picture(item: Item, index: int, width: int) -> Image.Image:
     how = Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.BOX
     picture = picture.resize((max(1, int(picture.width * scale)), max(1, int(picture.height * scale))), how)
     pen = ImageDraw.Draw(picture)
-    for owner, (x0, y0, x1, y1) in item.boxes:
-        if owner == index:
-            pen.rectangle((x0 * scale - 2, y0 * scale - 2, x1 * scale + 1, y1 * scale + 1), outline=BOX)
+    boxes = [tuple(side * scale for side in box) for owner, box in item.boxes if owner == index]
+    if "trail" in item.meta:
+        _way(pen, item, [((x0 + x1) / 2, (y0 + y1) / 2) for x0, y0, x1, y1 in boxes])
+        return picture
+    for x0, y0, x1, y1 in boxes:
+        pen.rectangle((x0 - 2, y0 - 2, x1 + 1, y1 + 1), outline=BOX)
     return picture
+
+
+def _way(pen: ImageDraw.ImageDraw, item: Item, middles: Sequence[tuple[float, float]]) -> None:
+    """Ordered cells lie side by side: the way through them is easier to see than their borders. It begins at a dot and
+    ends at a circle; after that comes another."""
+    board, begins = item.meta["trail"]["board"], True
+    for k, ((x, y), (row, column)) in enumerate(zip(middles, item.meta["trail"]["cells"], strict=True)):
+        if begins:
+            pen.ellipse((x - 3, y - 3, x + 3, y + 3), fill=BOX)
+        else:
+            pen.line([middles[k - 1], (x, y)], fill=BOX, width=2)
+        begins = board[row][column].startswith("circle")
 
 
 def _insets(item: Item) -> list[Image.Image]:

@@ -26,6 +26,7 @@ from realvr.world.edits import EDITS, is_changed, kinds_for, sample_pair
 from realvr.world.items import Item, View, single
 from realvr.world.questions import EASY_KINDS, FULL_KINDS, LETTERS, MAX_TRIES, sample_question
 from realvr.world.recipes import SPLITS as SPLITS
+from realvr.world.recipes import TRAILS_WITHIN
 from realvr.world.recipes import Recipe as Recipe
 from realvr.world.recipes import Unit as Unit
 from realvr.world.sampling import Style, pick, sample_scene
@@ -41,8 +42,7 @@ def build(recipe: Recipe, unit: Unit) -> list[Item]:
     rng = np.random.default_rng([recipe.seed, recipe.info.number, PARTS.index(part), number])
     style, buckets = recipe.style(), recipe.info.buckets
     if recipe.of_trails:
-        order = trails.Order(recipe.split, recipe.trail, recipe.canvas, recipe.kinds, buckets)
-        return trails.build(rng, order, part, number)
+        return trails.build(rng, _order(recipe), part, number)
     if recipe.split == "mmvp":
         return list(benchmarks.mmvp_pair(rng, number, style, buckets))
     if recipe.split == "blink":
@@ -62,6 +62,10 @@ def build(recipe: Recipe, unit: Unit) -> list[Item]:
     if recipe.split == "practice":
         return [_practice(rng, recipe, number)]
     return [_question(rng, recipe, number, style)]
+
+
+def _order(recipe: Recipe) -> trails.Order:
+    return trails.Order(recipe.split, recipe.trail, recipe.canvas, recipe.kinds, recipe.info.buckets)
 
 
 def _practice(rng: np.random.Generator, recipe: Recipe, number: int) -> Item:
@@ -102,15 +106,33 @@ def _kinds(recipe: Recipe, style: Style) -> tuple[str, ...]:
 def _question(rng: np.random.Generator, recipe: Recipe, number: int, style: Style) -> Item:
     # Training formats hold short free answers as well as options; the curriculum is multiple choice throughout.
     free = recipe.split in ("train-boxes", "train-plain", "validation") and rng.random() < 0.5
+    kinds = _kinds(recipe, style)
+    if "trails" in kinds and pick(rng, kinds) == "trails":
+        return _trail(rng, recipe, number, free)
+    kinds = tuple(kind for kind in kinds if kind != "trails")
     scene, question = sample_question(
-        rng, style, _kinds(recipe, style), buckets=recipe.info.buckets, count=0 if free else 4, withheld=recipe.words
+        rng, style, kinds, buckets=recipe.info.buckets, count=0 if free else 4, withheld=recipe.words
     )
-    name = f"world/train/{number}" if recipe.split == "train-boxes" else f"{recipe.split}-{number}"
-    task = {"train-boxes": "world", "train-plain": ""}.get(recipe.split, recipe.split)
+    name, fields = _named(recipe, number, question.kind)
     meta = {"caption": describe.caption(scene, rng), "objects": describe.table(scene)}
-    fields: dict[str, Any] = {"task": task, "category": question.kind if recipe.split == "train-plain" else ""}
     item = single(name, scene, question, f"{recipe.split}/{number}.png", meta=meta, **fields)
     return replace(item, boxes=()) if recipe.split == "train-plain" else item
+
+
+def _named(recipe: Recipe, number: int, kind: str) -> tuple[str, dict[str, Any]]:
+    """Name, task and category of a single question, as the layout of its split wants them."""
+    name = f"world/train/{number}" if recipe.split == "train-boxes" else f"{recipe.split}-{number}"
+    task = {"train-boxes": "world", "train-plain": ""}.get(recipe.split, recipe.split)
+    return name, {"task": task, "category": kind if recipe.split == "train-plain" else ""}
+
+
+def _trail(rng: np.random.Generator, recipe: Recipe, number: int, free: bool) -> Item:
+    """A trail among the questions of a training split."""
+    plan = replace(recipe.trail, answers="free") if free else recipe.trail
+    order = trails.Order(recipe.split, plan, recipe.canvas, (), TRAILS_WITHIN[recipe.split])
+    (item,) = trails.build(rng, order, "", number)
+    name, fields = _named(recipe, number, item.kind)
+    return replace(item, id=name, boxes=() if recipe.split == "train-plain" else item.boxes, **fields)
 
 
 def _dialogue(rng: np.random.Generator, recipe: Recipe, number: int, style: Style) -> Item:

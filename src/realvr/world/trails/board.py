@@ -55,6 +55,11 @@ def distance(a: Cell, b: Cell) -> int:
     return abs(a[0] - b[0]) + abs(a[1] - b[1])
 
 
+def place(cell: Cell) -> str:
+    """A cell in words, counted from 1."""
+    return f"row {cell[0] + 1}, column {cell[1] + 1}"
+
+
 def cells_of(grid: Grid) -> list[Cell]:
     """Every cell, row by row."""
     return [(row, column) for row in range(grid[0]) for column in range(grid[1])]

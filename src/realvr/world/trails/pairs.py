@@ -1,7 +1,8 @@
 """Edited pairs: a board, one edit of it, and the same question about both.
 
 Two edits turn an arrow: one on the trail, so that it ends at another circle, or one beside it, which changes nothing.
-Two keep the way and change where it ends: ``recolor_end`` gives the last circle a color that is not on the board, and
+Two keep the way and change where it ends: ``recolor_end`` gives the last circle a color that no circle has, nor the
+start, and
 ``swap_circles`` lets two circles change places, in half of the pairs the last one with another.
 """
 
@@ -14,14 +15,16 @@ from itertools import zip_longest
 import numpy as np
 
 from realvr.errors import UserError
-from realvr.world.questions import MAX_TRIES
 from realvr.world.trails.board import STEPS, Board, Cell
+from realvr.world.trails.draws import between, choose, shuffled
 from realvr.world.trails.plan import Plan
-from realvr.world.trails.questions import Asked, ask_end, shuffled
-from realvr.world.trails.sampling import Trail, between, choose, neighbors, sample_trail
+from realvr.world.trails.questions import Asked, ask_end
+from realvr.world.trails.sampling import Trail, neighbors, sample_trail
 from realvr.world.words import EASY_COLORS
 
 PAIRS_PER_EDIT = 256
+TRIES, PATIENCE = 1000, 100
+"""Boards tried for a pair, and for one wish of length and place."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ def _turn_on_trail(rng: np.random.Generator, trail: Trail, plan: Plan, u: float)
     for direction in shuffled(rng, [name for name in STEPS if name != trail.board.at(cell).what]):
         board = trail.board.put(cell, what=direction)
         way = board.follow(trail.cells[0])
-        if way and way[-1] != trail.cells[-1] and plan.arrows[0] < len(way) <= plan.arrows[1] + 1:
+        if way and way[-1] != trail.cells[-1] and len(way) <= plan.arrows[1] + 1:
             return board, (cell,)
     return None
 
@@ -78,7 +81,7 @@ def _turn_beside(rng: np.random.Generator, trail: Trail, plan: Plan, u: float) -
 
 
 def _recolor_end(rng: np.random.Generator, trail: Trail, plan: Plan, u: float) -> Edited:
-    taken = {thing.color for row in trail.board.rows for thing in row}
+    taken = {trail.board.at(cell).color for cell in (trail.cells[0], *trail.board.where("circle"))}
     color = choose(rng, [color for color in EASY_COLORS if color not in taken])
     return trail.board.put(trail.cells[-1], color=color), (trail.cells[-1],)
 
@@ -105,7 +108,9 @@ def sample_pair(rng: np.random.Generator, plan: Plan, edit: str, buckets: Contai
     """A pair with the same words and options on both sides. No edit moves a circle to a cell without one, so both
     boards lie in the same bucket."""
     arrows, u = between(rng, *plan.arrows), rng.random()
-    for _ in range(MAX_TRIES):
+    for attempt in range(TRIES):
+        if attempt and attempt % PATIENCE == 0:  # a full board may allow no edit of this trail at this arrow
+            arrows, u = between(rng, *plan.arrows), rng.random()
         original = sample_trail(rng, plan, buckets, arrows=arrows)
         done = EDITS[edit](rng, original, plan, u)
         if done is None:
@@ -115,13 +120,14 @@ def sample_pair(rng: np.random.Generator, plan: Plan, edit: str, buckets: Contai
         if way is None:
             continue
         edited = replace(original, board=board, cells=tuple(way))
-        before = ask_end(rng, original)
+        before = ask_end(rng, original, plan)
         choices = _offering(rng, before.choices, before.answer, edited.end.color)
         before = replace(before, choices=choices)
         after = replace(before, answer=edited.end.color, cells=edited.cells, arrows=edited.arrows)
         return Pair(original, edited, before, after, touched)
     rows, columns = plan.grid
-    raise UserError(f"boards of {rows}x{columns} cells with trails of {arrows} arrows allow no {edit}")
+    low, high = plan.arrows
+    raise UserError(f"boards of {rows}x{columns} cells with trails of {low} to {high} arrows allow no {edit}")
 
 
 def _offering(rng: np.random.Generator, choices: tuple[str, ...], *answers: str) -> tuple[str, ...]:

@@ -4,24 +4,50 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from realvr.errors import UserError
 from realvr.world.trails.board import CIRCLES, Grid
+from realvr.world.words import EASY_COLORS, WITHHELD_WORDS
 
 SMALLEST_CELL = 8
 """Pixels: below that an arrow's direction is a guess."""
 SIDES = range(3, 17)
 """Rows or columns that a board may have."""
+LONGEST = 24
+"""Arrows on a trail. A random way that does not cross itself soon gets stuck beyond that."""
+
+
+ARROW = "thick arrow"
+START_COLORS = tuple(color for color in EASY_COLORS if color not in WITHHELD_WORDS)
+"""Colors that a question refers to an arrow by."""
+START_SHAPES = ("triangle", "pentagon", "chevron")
+"""Shapes with a point that show a direction as an arrow does, and that a question refers to."""
+Start = Literal["color", "shape", "place"]
+"""What a question names the arrow by that one starts from."""
+Answers = Literal["options", "free"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """``grid`` is (rows, columns); ``arrows`` the (fewest, most) arrows on a trail."""
+    """``grid`` is (rows, columns); ``arrows`` the (fewest, most) arrows on a trail.
+
+    ``clutter`` adds shapes that lead nowhere, colored arrows, arrows of several styles and backgrounds of all kinds.
+    """
 
     grid: Grid = (6, 6)
     arrows: tuple[int, int] = (1, 7)
+    clutter: bool = False
+    start: Start = "color"
+    answers: Answers = "options"
 
     def __post_init__(self) -> None:
+        for name, value, known in (
+            ("start", self.start, get_args(Start)),
+            ("answers", self.answers, get_args(Answers)),
+        ):
+            if value not in known:
+                raise UserError(f"{name} {value!r}: choose {', '.join(known[:-1])} or {known[-1]}")
         rows, columns = self.grid
         if rows not in SIDES or columns not in SIDES:
             raise UserError(f"grid {rows}x{columns}: {SIDES[0]} to {SIDES[-1]} rows and columns")
@@ -35,7 +61,7 @@ class Plan:
     def room(self) -> int:
         """The longest trail that a board has room for without crossing itself, all circles beside it."""
         cells = self.grid[0] * self.grid[1]
-        return min(cells // 2 + 1, cells - CIRCLES)
+        return min(cells // 2 + 1, cells - CIRCLES, LONGEST)
 
     def fit(self, size: tuple[int, int]) -> None:
         """Refuse a canvas (width, height) on which the cells would be too small."""

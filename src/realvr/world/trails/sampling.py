@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,16 +19,14 @@ from realvr.world.trails.board import (
     Thing,
     bucket,
     cells_of,
+    place,
     step,
     towards,
 )
-from realvr.world.trails.plan import Plan
-from realvr.world.words import EASY_COLORS, WITHHELD_WORDS
-
-T = TypeVar("T")
-ARROW = "thick arrow"
-START_COLORS = tuple(color for color in EASY_COLORS if color not in WITHHELD_WORDS)
-"""Colors that a question refers to an arrow by."""
+from realvr.world.trails.clutter import cluttered
+from realvr.world.trails.draws import between, choose
+from realvr.world.trails.plan import ARROW, START_COLORS, START_SHAPES, Plan, Start
+from realvr.world.words import EASY_COLORS
 
 
 @dataclass(frozen=True)
@@ -38,6 +35,14 @@ class Trail:
 
     board: Board
     cells: tuple[Cell, ...]
+    start_by: Start = "color"
+
+    @property
+    def start_name(self) -> str:
+        """What a question calls the cell to start from."""
+        if self.start_by == "place":
+            return f"arrow at {place(self.cells[0])}"
+        return self.start.shape if self.start_by == "shape" else f"{self.start.color} arrow"
 
     @property
     def start(self) -> Thing:
@@ -52,16 +57,6 @@ class Trail:
         return len(self.cells) - 1
 
 
-def choose(rng: np.random.Generator, options: Sequence[T]) -> T:
-    """One element of a sequence: a tenth of what `realvr.world.sampling.pick` costs, and a board takes a hundred."""
-    return options[int(rng.random() * len(options))]
-
-
-def between(rng: np.random.Generator, low: int, high: int) -> int:
-    """A whole number from ``low`` to ``high``, both included."""
-    return low + int(rng.random() * (high + 1 - low))
-
-
 def sample_trail(
     rng: np.random.Generator, plan: Plan, buckets: Container[int] = ANY_BUCKET, arrows: int | None = None
 ) -> Trail:
@@ -71,7 +66,9 @@ def sample_trail(
         way = _walk(rng, plan.grid, [_anywhere(rng, plan.grid)], arrows)
         others = way and _other_circles(rng, plan, way)
         if way and others and bucket(plan.grid, [way[-1], *others]) in buckets:
-            return Trail(_filled(rng, plan, way, others), tuple(way))
+            board = _filled(rng, plan, way, others)
+            board = cluttered(rng, board, way) if plan.clutter else board
+            return Trail(board, tuple(way), plan.start)
     rows, columns = plan.grid
     raise UserError(f"no board of {rows}x{columns} cells with a trail of {arrows} arrows was found; ask for fewer")
 
@@ -130,7 +127,8 @@ def _filled(rng: np.random.Generator, plan: Plan, way: Sequence[Cell], others: S
             pointing[there] = towards(there, here)
             taken.add(there)
             here = there
-    start_color = choose(rng, START_COLORS)
+    start_color = choose(rng, START_COLORS) if plan.start == "color" else "black"
+    start_shape = choose(rng, START_SHAPES) if plan.start == "shape" else ARROW
     left = [color for color in EASY_COLORS if color != start_color]
     colors = dict(zip(circles, (left[k] for k in rng.permutation(len(left)).tolist()), strict=False))
     anywhere = [tuple(STEPS)[k] for k in rng.integers(len(STEPS), size=plan.grid[0] * plan.grid[1]).tolist()]
@@ -138,8 +136,37 @@ def _filled(rng: np.random.Generator, plan: Plan, way: Sequence[Cell], others: S
     def thing(cell: Cell, else_: str) -> Thing:
         if cell in colors:
             return Thing("circle", colors[cell], "circle")
-        return Thing(pointing.get(cell, else_), start_color if cell == way[0] else "black", ARROW)
+        if cell == way[0]:
+            return Thing(pointing[cell], start_color, start_shape)
+        return Thing(pointing.get(cell, else_), "black", ARROW)
 
     filled = [thing(cell, direction) for cell, direction in zip(cells_of(plan.grid), anywhere, strict=True)]
     columns = plan.grid[1]
     return Board(tuple(tuple(filled[k : k + columns]) for k in range(0, len(filled), columns)))
+
+
+def second_start(rng: np.random.Generator, trail: Trail, plan: Plan, meets: bool) -> tuple[Trail, Trail] | None:
+    """Both trails of a board that got a second cell to start from, whose trail does, or does not, end at the circle of
+    the first; None where no arrow of the board serves."""
+    ways = [way for cell in cells_of(plan.grid) if cell not in trail.cells and (way := trail.board.follow(cell))]
+    fits = [
+        way
+        for way in ways
+        if plan.arrows[0] < len(way) <= plan.arrows[1] + 1
+        and (way[-1] == trail.cells[-1]) == meets
+        and trail.cells[0] not in way
+    ]
+    if not fits:
+        return None
+    way, board = choose(rng, fits), trail.board
+    known = [board.at(cell) for cell in (trail.cells[0], *board.where("circle"))]
+    if plan.start == "color":
+        color = choose(rng, [color for color in START_COLORS if color not in {thing.color for thing in known}])
+        for cell in cells_of(plan.grid):  # clutter may have it
+            if board.at(cell).color == color:
+                board = board.put(cell, color="black")
+        board = board.put(way[0], color=color, shape=ARROW)
+    elif plan.start == "shape":
+        shape = choose(rng, [shape for shape in START_SHAPES if shape != trail.start.shape])
+        board = board.put(way[0], color="black", shape=shape)
+    return replace(trail, board=board), replace(trail, board=board, cells=tuple(way))

@@ -41,44 +41,44 @@ def build(rng: np.random.Generator, order: Order, part: str, number: int) -> lis
     """The items of one unit."""
     if order.split == "trails-pairs":
         return _pair(rng, order, part, number)
-    trail = sample_trail(rng, order.plan, order.buckets)
-    lesson = order.split == "trails-lessons"
-    asked = lessons.ask_lesson(rng, trail, order.kinds) if lesson else questions.ask_end(rng, trail)
-    scene = scene_of(trail.board, order.size, sample_ground(rng))
+    if order.split == "trails-lessons":
+        trail = sample_trail(rng, order.plan, order.buckets)
+        asked = lessons.ask_lesson(rng, trail, order.plan, order.kinds)
+    else:
+        trail, asked = questions.sample_asked(rng, order.plan, order.kinds, order.buckets)
+    scene = scene_of(trail.board, order.size, sample_ground(rng, order.plan.clutter))
     meta = {"caption": caption(trail.board), "objects": table(trail.board, order.size)}
-    return [_item(order.split, f"{order.split}-{number}", trail.board, scene, asked, meta=meta)]
+    return [_item(order, f"{order.split}-{number}", trail.board, scene, asked, meta=meta)]
 
 
 def _pair(rng: np.random.Generator, order: Order, edit: str, number: int) -> list[Item]:
     """The original and the edited board, each with its own trail."""
     pair = pairs.sample_pair(rng, order.plan, edit, order.buckets)
-    ground, name = sample_ground(rng), f"{edit}-{number}"
+    ground, name = sample_ground(rng, order.plan.clutter), f"{edit}-{number}"
     found = []
     for view, trail, asked in (("original", pair.original, pair.before), ("edited", pair.edited, pair.after)):
         scene = scene_of(trail.board, order.size, ground)
         tags = {"edit": edit, "view": view, "changed": "yes" if pair.before.answer != pair.after.answer else "no"}
         meta = {"edited_boxes_px": [list(trail.board.box(cell, order.size)) for cell in pair.touched]}
-        item = _item(
-            order.split, f"{name}-{view}", trail.board, scene, asked, tags=tags, meta=meta, category=edit, pair=name
-        )
+        item = _item(order, f"{name}-{view}", trail.board, scene, asked, tags=tags, meta=meta, category=edit, pair=name)
         item.meta["trail"] |= {"parts_at": pair.parts_at, "changes_at": pair.changes_at}
         found.append(item)
     return found
 
 
-def _item(split: str, id: str, board: Board, scene: Scene, asked: Asked, **fields: Any) -> Item:
+def _item(order: Order, id: str, board: Board, scene: Scene, asked: Asked, **fields: Any) -> Item:
     """One question about one board. Boxes are whole cells, in the order in which one looks at them."""
     trail = {"grid": list(board.grid), "cells": [list(cell) for cell in asked.cells], "board": board.entries}
-    name = id.removeprefix(f"{split}-")
+    name = id.removeprefix(f"{order.split}-")
     return Item(
         id,
-        (View(scene, f"{split}/{name}.png"),),
+        (View(scene, f"{order.split}/{name}.png"),),
         asked.text,
         asked.answer,
-        asked.choices,
+        asked.choices if order.plan.answers == "options" else (),
         tuple((0, board.box(cell, scene.size)) for cell in asked.cells),
         asked.kind,
-        task=split,
+        task=order.split,
         tags={"kind": asked.kind, "arrows": str(asked.arrows), "withheld": "no"} | fields.pop("tags", {}),
         meta={"trail": trail} | fields.pop("meta", {}),
         **fields,
