@@ -13,6 +13,7 @@ import pytest
 from realvr import models
 from realvr.demo import files
 from realvr.demo.choice import choice, filled
+from realvr.demo.leading import Words
 from realvr.demo.plan import ARMS, DemoSettings, quick_settings, steps_of
 from realvr.demo.steps import samples_of, training_settings
 from realvr.demo.words import notes
@@ -109,15 +110,21 @@ def test_the_data_file_chooses_what_there_is(settings: DemoSettings) -> None:
             command = chosen.recipes[step.training.recipe].command
             KINDS[command].model_validate(training_settings(step, settings))
     names = {arm.name for arm in ARMS}
-    assert len(names) == len(ARMS) and all({first, second} <= names for first, second in chosen.comparisons)
+    shown = {name for table in chosen.tables for name in table.arms}
+    compared = {name for comparison in chosen.comparisons for pair in comparison.pairs for name in pair}
+    assert len(names) == len(ARMS) and compared | shown <= names
     assert {name for arm in ARMS for name in arm.diagnostics} <= set(chosen.diagnostics)
+    assert set(chosen.parts) | {one.bench for one in chosen.comparisons if one.bench} <= set(
+        chosen.evaluation.benchmarks
+    )
+    assert all(one.group in chosen.parts[one.bench].groups for one in chosen.comparisons if one.group)
 
 
 def _effect(ci: list[float], readable: list[float] | None = None, read: float = 98.0) -> dict[str, Any]:
     return {"points": 0.0, "ci": ci, "read": read, "readable": {"points": 0.0, "ci": readable or ci}}
 
 
-def _arm(other: dict[str, Any], lift: list[float], latents: int = 8) -> dict[str, Any]:
+def _arm(other: dict[str, Any], latents: int = 8) -> dict[str, Any]:
     flips = {"separate": {"rate": 0.5}}
     return {
         "latents": latents,
@@ -125,37 +132,62 @@ def _arm(other: dict[str, Any], lift: list[float], latents: int = 8) -> dict[str
         "help": _effect([-1.0, 1.0]),
         "dependence_other": other,
         "dependence_noise": _effect([-1.0, 1.0]),
-        "donor_lift": {"ci": lift},
         "strict_correct_flip": flips,
     }
 
 
+def _difference(second: str, gain: float, ci: list[float], over: str = "mini five-task mean") -> dict[str, Any]:
+    return {"over": over, "second": second, "first": "Direct", "gain": gain, "difference": gain, "ci": ci}
+
+
 def test_notes_tell_noise_from_more_than_noise() -> None:
+    unmeasured: dict[str, Any] = {"help": None, "dependence_other": None, "dependence_noise": None}
     arms = {
-        "Direct": _arm(_effect([0.0, 0.0]), [0.0, 0.0], latents=0)
-        | {"help": None, "dependence_other": None, "dependence_noise": None, "donor_lift": None}
+        "Direct": _arm(_effect([0.0, 0.0]), latents=0)
+        | unmeasured
         | {"strict_correct_flip": {"separate": {"rate": 0.754}}},
-        "Broken": _arm(_effect([5.0, 20.0], [-1.0, 1.0], read=60.0), [0.0, 0.5]),
-        "LVR-RL": _arm(_effect([-1.0, 1.0]), [0.0, 0.5]),
-        "Follows": _arm(_effect([5.0, 20.0]), [0.0, 0.5]),
-        "ReaLVR": _arm(_effect([-1.0, 1.0]), [3.0, 9.0]),
+        "Broken": _arm(_effect([5.0, 20.0], [-1.0, 1.0], read=60.0)),
+        "Deaf": _arm(_effect([-1.0, 1.0])),
+        "Follows": _arm(_effect([5.0, 20.0])),
+        "Not asked": _arm(_effect([0.0, 0.0])) | unmeasured | {"strict_correct_flip": None},
     }
     differences = {
-        "ReaLVR - Direct": {"gain": -4.0, "difference": -4.04, "ci": [-6.0, -2.0]},
-        "ReaLVR - LVR-RL": {"gain": 0.5, "difference": 0.47, "ci": [-1.0, 2.0]},
+        "first": _difference("Follows", -4.0, [-6.0, -2.0]),
+        "second": _difference("Deaf", 0.5, [-1.0, 2.0]),
+        "third": _difference("Follows", 20.0, [10.0, 30.0], "long trails"),
     }
     said = "\n".join(notes(DemoSettings(), arms, differences))
-    assert "within noise (the 95 % interval holds 0): ReaLVR - LVR-RL +0.5 [-1.0, +2.0]." in said
-    assert "beyond the noise of these questions: ReaLVR - Direct -4.0 [-6.0, -2.0]." in said
-    assert "conversations of their own: Direct 75.4, Broken 50.0, LVR-RL 50.0, Follows 50.0, ReaLVR 50.0 %." in said
+    assert "Mini five-task mean, within noise (the 95 % interval holds 0): Deaf - Direct +0.5 [-1.0, +2.0]." in said
+    assert "Mini five-task mean, beyond the noise of these questions: Follows - Direct -4.0 [-6.0, -2.0]." in said
+    assert "Long trails, beyond the noise of these questions: Follows - Direct +20.0 [+10.0, +30.0]." in said
+    assert "Long trails, within" not in said
+    assert "conversations of their own: Direct 75.4, Broken 50.0, Deaf 50.0, Follows 50.0 %." in said
     # Answers that only lose their format are no evidence of use, however many points that costs.
-    assert "- Broken, LVR-RL: neither the latents" in "- " + said.replace("\n", "\n- ")
+    assert "- Broken, Deaf: on the mini-benchmarks neither the latents" in "- " + said.replace("\n", "\n- ")
     assert "Replies lose their format: Broken with another's latents (60 % read, 99 % own)." in said
     assert "mean nothing" not in said and "mean nothing" in "\n".join(notes(quick_settings(), arms, differences))
 
 
+def test_templates_of_the_first_lines_show_shares_intervals_and_what_is_missing() -> None:
+    found = {
+        "walk": {"own": {"rate": 0.971, "ci": [0.95, 0.982]}, "odd": {"gain": 12.3, "ci": [-1.0, 25.4]}, "no": None}
+    }
+
+    def said(text: str) -> str:
+        return Words().vformat(text, (), found)
+
+    assert said("in {walk[own][rate]:%} {walk[own][ci]:ci%}") == "in 97 % [95, 98]"
+    assert (
+        said("{walk[odd][gain]:+.1f} {walk[odd][ci]:ci}, low end {walk[odd][ci][0]:.1f}")
+        == "+12.3 [-1, 25], low end -1.0"
+    )
+    assert said("{walk[no][rate]:%} {walk[no][ci]:ci%} {walk[no][n]}") == "– – –"
+    with pytest.raises(KeyError):
+        said("{walk[another][rate]}")
+
+
 def test_progress_counts_whole_lines_of_all_journals(tmp_path: Path) -> None:
-    step = next(step for step in steps_of(quick_settings()) if step.name == "realvr-counterfactual")
+    step = next(step for step in steps_of(quick_settings()) if step.name == "stage-1-counterfactual")
     assert files.progress(tmp_path, step) == 0
     for journal, text in zip(step.journals, ("{}\n{}\n", '{}\n{"half'), strict=True):
         (tmp_path / journal).parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -14,11 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from realvr import models
+from realvr.answers import equal
 from realvr.demo.files import lines, open_demo_folder, set_done
 from realvr.demo.plan import ARMS, quick_settings, steps_of
+from realvr.demo.tables import tables
 from realvr.evaluation.effects import EFFECTS
+from realvr.evaluation.scoring import ABLATIONS
+from realvr.widgets import DASH
 
 pytestmark = pytest.mark.skipif(
     not all((Path(models.__file__).parent / name / "config.json").is_file() for name in models.NAMES),
@@ -75,16 +81,16 @@ def numbers(value: Any) -> Iterator[float]:
 def test_the_promised_files_are_there_and_hold_numbers(finished: tuple[Path, str, str, Path]) -> None:
     out, stdout, stderr, network = finished
     summary = json.loads((out / "summary.json").read_text())
-    assert list(summary["arms"]) == ["Direct", "Stage 1", "LVR-RL", "ReaLVR"]
+    assert list(summary["arms"]) == ["Direct", "Stage 1", "Stage 1 short", "LVR-RL", "uniform", "ReaLVR"]
     found = list(numbers(summary))
     assert len(found) > 150 and all(math.isfinite(number) for number in found)
-    for name, arm in summary["arms"].items():
-        assert 0 <= arm["five_task_mean"]["mean"] <= 100 and len(arm["benches"]) == 5
-        has_span = name != "Direct"
-        for key in (*EFFECTS, "donor_lift", "evidence_margin", "cos_positive"):
-            assert (arm[key] is not None) == has_span
-    against_direct = {"Stage 1 - Direct", "LVR-RL - Direct"}
-    assert set(summary["differences"]) == {f"ReaLVR - {x}" for x in ("Direct", "Stage 1", "LVR-RL")} | against_direct
+    for arm in ARMS:
+        metrics = summary["arms"][arm.name]
+        assert 0 <= metrics["five_task_mean"]["mean"] <= 100 and len(metrics["benches"]) == 6
+        assert all((metrics[effect] is not None) == arm.ablation for effect in EFFECTS)
+        assert set(metrics["benches"]["mini-trails"]["conditions"]) == (set(ABLATIONS) if arm.ablation else set())
+        assert (metrics["donor_lift"] is not None) == ("exchange" in arm.diagnostics)
+    assert {"Stage 1 - Direct", "ReaLVR - LVR-RL, trails of 5 to 7 arrows"} <= set(summary["differences"])
     page = Path(stdout.strip().splitlines()[-1])
     assert page == out / "report" / "index.html" and "<html" in page.read_text()
     assert all(name in stdout for name in summary["arms"]) and "mean nothing" in stdout
@@ -92,22 +98,72 @@ def test_the_promised_files_are_there_and_hold_numbers(finished: tuple[Path, str
     assert not network.exists(), network.read_text()
 
 
+def test_it_begins_with_what_was_found(finished: tuple[Path, str, str, Path]) -> None:
+    """On the terminal, in summary.json and in the list for the report; every number of the lines was measured."""
+    out, stdout, _, _ = finished
+    summary = json.loads((out / "summary.json").read_text())
+    lines = summary["leading"]
+    assert len(lines) == 4 and stdout.splitlines()[:4] == lines
+    assert json.loads((out / "demo.json").read_text())["leading"] == lines
+    assert all(value for places in summary["findings"].values() for value in places.values())
+    assert not any(DASH in line or "{" in line for line in lines)
+    own, direct = (summary["findings"]["trails"][name] for name in ("own", "direct"))
+    assert f"{own['headline']:.0f} %" in lines[0] and f"{direct['headline']:.0f} %" in lines[0]
+
+
+def test_the_tables_fit_into_a_hundred_columns(finished: tuple[Path, str, str, Path]) -> None:
+    summary = json.loads((finished[0] / "summary.json").read_text())
+    for width in (100, 150):
+        console = Console(width=width, file=io.StringIO(), record=True)
+        for table in tables(summary, width):
+            assert console.measure(table).maximum <= width
+            console.print(table)
+        shown = console.export_text()
+        assert "…" not in shown and all(arm.name in shown for arm in ARMS)
+
+
 def test_the_means_are_those_of_the_saved_answers(finished: tuple[Path, str, str, Path]) -> None:
-    """MMVP and MME-RealWorld are plain shares: counted again from the predictions."""
+    """MMVP, MME-RealWorld and trails are plain shares: counted again from the predictions."""
     out = finished[0]
     summary = json.loads((out / "summary.json").read_text())
     for arm in ARMS:
+        benches = summary["arms"][arm.name]["benches"]
         rows = [json.loads(line) for line in (out / arm.folder / "eval" / "predictions.jsonl").open()]
-        for bench in ("mini-mmvp", "mini-mme-realworld"):
+        for bench in ("mini-mmvp", "mini-mme-realworld", "mini-trails"):
             own = [r for r in rows if r["bench"] == bench and r["condition"] == "own" and r["latents"] == arm.latents]
             share = 100 * sum(r["correct"] for r in own) / len(own)
-            assert summary["arms"][arm.name]["benches"][bench]["headline"] == pytest.approx(share)
+            assert benches[bench]["headline"] == pytest.approx(share)
+        # `own` now holds the trails; their numbers of arrows are those of the pictures that were drawn.
+        drawn = map(json.loads, (out / "world" / "trails" / "samples.jsonl").open())
+        arrows = {sample["id"]: int(sample["tags"]["arrows"]) for sample in drawn}
+        long = [r["correct"] for r in own if 5 <= arrows[r["question"]] <= 7]
+        part = benches["mini-trails"]["parts"]["5-7"]
+        assert part["n"] == len(long) and part["headline"] == pytest.approx(100 * sum(long) / len(long))
+
+
+def test_the_leading_numbers_are_those_of_the_records(finished: tuple[Path, str, str, Path]) -> None:
+    """Walk and steering, counted again from the journals of their diagnostics."""
+    found = json.loads((finished[0] / "summary.json").read_text())["findings"]
+    home = finished[0] / "stage-1"
+    walks = [json.loads(line)["inside"] for line in (home / "walk" / "walk.jsonl").open()]
+    shares = [sum(inside) / len(inside) for inside in walks]
+    assert found["walk"]["inside"]["mean"] == pytest.approx(sum(shares) / len(shares))
+    moves = [row for line in (home / "steer" / "steer.jsonl").open() if (row := json.loads(line))["step"] == 4]
+    moved = [row for row in moves if row["skipped"] is None]
+    for name, condition, truth in (
+        ("at_4", "moved", "new_truth"),
+        ("keeps_at_4", "moved", "old_truth"),
+        ("sham_at_4", "own_place", "new_truth"),
+    ):
+        given = [bool(equal(row["extracted"][condition], row[truth], row["choices"])) for row in moved]
+        assert found["steer"][name]["rate"] == pytest.approx(sum(given) / len(given))
+        assert found["steer"][name]["n"] == len(moved)
 
 
 def test_the_index_names_folders_that_exist_and_steps_count_right(finished: tuple[Path, str, str, Path]) -> None:
     out = finished[0]
     index = json.loads((out / "demo.json").read_text())
-    assert index["notes"] and [arm["name"] for arm in index["arms"]][:4] == [arm.name for arm in ARMS]
+    assert index["notes"] and [arm["name"] for arm in index["arms"]] == [arm.name for arm in ARMS]
     for arm in index["arms"]:
         assert all((out / path).is_dir() for key, path in arm.items() if key != "name" and path)
     for step in steps_of(quick_settings()):
@@ -116,12 +172,14 @@ def test_the_index_names_folders_that_exist_and_steps_count_right(finished: tupl
             assert sum(lines(out / journal) for journal in step.journals) == step.units, step.name
 
 
-def test_both_methods_saw_the_same_prompts(finished: tuple[Path, str, str, Path]) -> None:
+def test_all_methods_saw_the_same_prompts(finished: tuple[Path, str, str, Path]) -> None:
     out = finished[0]
-    first, second = (
-        json.loads((out / arm / "train" / "completions.jsonl").open().readline()) for arm in ("lvr-rl", "realvr")
+    first, second, third = (
+        json.loads((out / arm / "train" / "completions.jsonl").open().readline())
+        for arm in ("lvr-rl", "realvr", "uniform")
     )
     assert (first["sample"], first["completion"]) == (second["sample"], second["completion"])
+    assert (first["sample"], first["completion"]) == (third["sample"], third["completion"])
 
 
 def test_a_finished_demo_is_not_done_again(finished: tuple[Path, str, str, Path]) -> None:
@@ -131,7 +189,8 @@ def test_a_finished_demo_is_not_done_again(finished: tuple[Path, str, str, Path]
     process = start(out)
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 0, stderr
-    assert time.monotonic() - begun < 15 and "20 of 20 steps were done before" in stderr
+    count = len(steps_of(quick_settings()))
+    assert time.monotonic() - begun < 15 and f"{count} of {count} steps were done before" in stderr
     assert (out / "summary.json").read_bytes() == before and stdout.strip().endswith("index.html")
 
 
@@ -139,7 +198,7 @@ def test_a_step_that_fails_is_one_line_that_names_it(tmp_path: Path) -> None:
     """The pictures are marked as drawn and are not there."""
     with open_demo_folder(tmp_path / "demo", quick_settings()):
         pass
-    for step in steps_of(quick_settings())[:2]:
+    for step in [step for step in steps_of(quick_settings()) if step.kind == "draw"]:
         set_done(tmp_path / "demo", step, {"seconds": 0, "cpu_seconds": 0})
     process = start(tmp_path / "demo")
     stderr = process.communicate(timeout=120)[1]

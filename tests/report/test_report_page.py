@@ -310,13 +310,15 @@ def test_names_and_outputs_from_outside_are_text(results: Path, tmp_path: Path) 
     evil = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>"
     demo = json.loads((root / "demo.json").read_text())
     demo["arms"][2]["name"] = evil
-    demo["notes"] = [evil]
+    demo["leading"], demo["notes"] = [f"Found: {evil}"], [evil]
     (root / "demo.json").write_text(json.dumps(demo))
     assert main(["report", str(root), "--out", str(tmp_path / "out"), "--title", evil]) == 0
     tree = read(tmp_path / "out/index.html")
     assert len(list(tree.all("script"))) == 2 and not list(tree.all("img"))
     assert evil in [row[0] for row in tree.table("Benchmark scores, %")]
     assert next(tree.all("h1")).text() == evil
+    overview = next(section for section in tree.all("section") if section.attributes.get("id") == "overview")
+    assert next(overview.all("p")).text() == f"Found: {evil}"  # what was found comes first
     assert any(evil in chart.attributes["aria-label"] for chart in tree.all("svg", role="img"))
     assert not any(name.startswith("on") for element in tree.all() for name in element.attributes)
 

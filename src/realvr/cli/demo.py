@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from realvr.demo import run
 from realvr.demo.display import clock
-from realvr.demo.words import table
+from realvr.demo.tables import tables
 from realvr.evaluation.tables import wide_console
 
 INTERRUPTED = 130
@@ -18,16 +18,16 @@ class DemoCommand(run.DemoOptions):
     """Options of ``realvr demo``.
 
     Args:
-        steps: Steps of LVR-RL and ReaLVR; by default 100, with --quick 4.
+        steps: Steps of each Stage 2; by default 60, with --quick 4.
     """
 
 
 def demo(settings: DemoCommand) -> int:
-    """Train, evaluate and compare small models of the paper's methods on this machine, in about five minutes.
+    """Show on this machine, in about five minutes, that latents can be read, followed and moved.
 
-    From the packaged base (mini-base) a short Stage 1; from the packaged Stage-1 checkpoint (mini) LVR-RL and ReaLVR;
-    then five mini-benchmarks with the latent ablations, counterfactual pairs and latent exchange, and a report whose
-    path is printed last. Needs no network and no GPU. The same command goes on where a run was stopped.
+    The packaged models answer questions that take several looks, with their latents and with others; Stage 2 starts
+    where trails get longer than Stage 1 has shown; five mini-benchmarks, edited pairs, latent exchange, steering; and a
+    report whose path is printed last. Needs no network and no GPU. The same command goes on where a run was stopped.
 
     Examples:
       realvr demo
@@ -41,7 +41,10 @@ def demo(settings: DemoCommand) -> int:
         print(f"realvr: stopped; {kept}", file=sys.stderr)
         return INTERRUPTED
     shown = wide_console()
-    shown.print(table(finished.summary, shown.width))
+    for line in finished.summary["leading"]:
+        shown.print(line, highlight=False, markup=False, soft_wrap=True)
+    for table in tables(finished.summary, shown.width):
+        shown.print(table)
     for note in finished.summary["notes"]:
         shown.print(f"- {note}", highlight=False, markup=False, soft_wrap=True)
     took = f"took {clock(finished.seconds)}; numbers in {settings.out / 'summary.json'}"

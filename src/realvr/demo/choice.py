@@ -80,14 +80,9 @@ class Arm(Part):
     model: str = ""
     latents: int = -1
     training: Training | None = None
+    ablation: bool = False
+    """Whether it is also asked without a span and with latents that are not its own."""
     diagnostics: tuple[str, ...] = ()
-    sweep: bool = False
-
-
-class Watched(Part):
-    name: str
-    folder: str
-    training: Training
 
 
 class BySpan(Part):
@@ -110,11 +105,22 @@ class Evaluation(Part):
     seconds: BySpan
 
 
-class SweepChoice(Part):
+class Parts(Part):
+    """Questions of a benchmark by the values of a tag, several of which may stand together."""
+
+    tag: str
+    groups: dict[str, tuple[str, ...]]
+
+
+class Comparison(Part):
+    """``pairs`` of arms (first, second): second minus first on the same questions. Without ``bench``: in the mean over
+    the five tasks."""
+
     title: str
-    latents: str
-    limit: str
-    seconds: float
+    bench: str = ""
+    group: str = ""
+    """One of the benchmark's `Parts`."""
+    pairs: tuple[tuple[str, str], ...]
 
 
 class Measurement(Part):
@@ -142,6 +148,17 @@ class Column(Part):
     """Key of the share of readable replies."""
 
 
+class TableChoice(Part):
+    """A closing table of some arms."""
+
+    title: str
+    arms: tuple[str, ...]
+    columns: tuple[Column, ...]
+    inline: bool = False
+    """Intervals beside the numbers instead of below them."""
+    legend: str
+
+
 class EachArm(Part):
     text: str
     value: tuple[str, ...]
@@ -157,7 +174,6 @@ class Notes(Part):
     beyond: str
     each: EachArm
     unused: str
-    use: tuple[str, ...]
     broken: str
     conditions: dict[str, str]
     last: tuple[str, ...]
@@ -172,13 +188,16 @@ class Choice(Part):
     data: str
     recipes: dict[str, Recipe]
     arms: tuple[Arm, ...]
-    watched: Watched
     evaluation: Evaluation
-    sweep: SweepChoice
+    parts: dict[str, Parts]
+    """By benchmark."""
     diagnostics: dict[str, Measurement]
-    comparisons: tuple[tuple[str, str], ...]
-    table: tuple[Column, ...]
-    legend: str
+    comparisons: tuple[Comparison, ...]
+    findings: dict[str, dict[str, tuple[str, ...]]]
+    """Numbers that lead: name -> name of a number -> where it stands in summary.json."""
+    leading: tuple[str, ...]
+    """Templates of the first lines, filled with the findings (`realvr.demo.leading`)."""
+    tables: tuple[TableChoice, ...]
     notes: Notes
 
     def split(self, name: str) -> Split:

@@ -17,7 +17,7 @@ from realvr.runs.files import differences, read_json, write_json
 from realvr.runs.folder import RunFolder, open_run_folder
 
 SETTINGS = "demo_settings.json"
-VERSION = 2
+VERSION = 3
 """What the steps leave behind. A folder of another version cannot be continued: its numbers would be incomplete."""
 
 

@@ -5,13 +5,15 @@ Every path is relative to the folder of the demo, which may therefore be moved.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from realvr.demo.choice import Arm, Training, choice, product
 from realvr.evaluation.benchmark import BENCHMARKS
+from realvr.evaluation.records import PREDICTIONS
+from realvr.evaluation.scoring import ABLATIONS
 
 WORLD = Path("world")
 ARMS = choice().arms
@@ -64,7 +66,7 @@ class Step:
     """Also the name of its mark in ``done/``, slashes as dashes."""
     title: str
     kind: str
-    """The function of `realvr.demo.steps` that does it: draw, train, eval, sweep or diagnose."""
+    """The function of `realvr.demo.steps` that does it: draw, train, eval or diagnose."""
     cost: float
     """Seconds on one core, as measured; only ever used to say how long the rest may take."""
     needs: tuple[str, ...] = ()
@@ -86,14 +88,12 @@ def steps_of(settings: DemoSettings) -> list[Step]:
     for drawing in chosen.drawings:
         cost = 0.5 + sum(numbers[split.count] * split.seconds for split in drawing.splits.values())
         steps.append(Step(drawing.name, drawing.title, "draw", cost, what=drawing.name))
-    watched = chosen.watched
-    steps.append(_training(settings, watched.training, watched.folder, None))
-    steps += [_training(settings, arm.training, arm.folder, arm) for arm in reversed(ARMS) if arm.training]
+    steps += [_training(settings, arm.training, arm) for arm in reversed(ARMS) if arm.training]
     return steps + [step for arm in ARMS for step in _measurements(settings, arm)]
 
 
-def _training(settings: DemoSettings, training: Training, folder: str, arm: Arm | None) -> Step:
-    recipe, out = choice().recipes[training.recipe], f"{folder}/train"
+def _training(settings: DemoSettings, training: Training, arm: Arm) -> Step:
+    recipe, out = choice().recipes[training.recipe], f"{arm.folder}/train"
     return Step(
         training.step,
         training.title,
@@ -117,37 +117,33 @@ def _measurements(settings: DemoSettings, arm: Arm) -> list[Step]:
     chosen, numbers, span = choice(), settings.numbers, bool(arm.latents)
     trained = (arm.training.step,) if arm.training else ()
 
-    def step(kind: str, title: str, data: str, units: int, seconds: float, journals: tuple[str, ...]) -> Step:
-        name = kind if kind in ("eval", "sweep") else "diagnose"
-        out = f"{arm.folder}/{kind}"
-        paths = tuple(f"{out}/{journal}" for journal in journals)
-        rough = name == "diagnose" and chosen.diagnostics[kind].rough
+    def step(kind: str, what: str, title: str, cost: float, splits: Iterable[str], **counted: Any) -> Step:
+        drawn = tuple(dict.fromkeys(_drawn(split) for split in splits))
+        out = f"{arm.folder}/{what}"
+        journals = tuple(f"{out}/{journal}" for journal in counted.pop("journals"))
         return Step(
-            f"{arm.folder}-{kind}",
+            f"{arm.folder}-{what}",
             f"{arm.name}: {title}",
-            name,
-            _START + seconds * units,
-            (_drawn(data), *trained),
-            arm,
-            paths,
-            units if paths else 0,
-            rough,
             kind,
+            _START + cost,
+            (*drawn, *trained),
+            arm,
+            journals,
+            what=what,
             out=out,
+            **counted,
         )
 
-    benches, predictions = chosen.evaluation.benchmarks, ("predictions.jsonl",)
-    first = BENCHMARKS.get(next(iter(benches))).stand_in
-    answers = questions_of(settings) * (5 if span else 1)  # own latents, no span, mean, another's, noise
-    seconds = chosen.evaluation.seconds.span if span else chosen.evaluation.seconds.direct
-    steps = [step("eval", chosen.evaluation.title, first, answers, seconds, predictions)]
+    evaluation = chosen.evaluation
+    answers = questions_of(settings) * (1 + len(ABLATIONS) if span and arm.ablation else 1)
+    cost = answers * (evaluation.seconds.span if span else evaluation.seconds.direct)
+    splits = [BENCHMARKS.get(name).stand_in for name in evaluation.benchmarks]
+    steps = [step("eval", "eval", evaluation.title, cost, splits, journals=(PREDICTIONS,), units=answers)]
     for name in arm.diagnostics:
         one = chosen.diagnostics[name]
         units = round(product(one.units.span if span else one.units.direct, numbers))
-        steps.append(step(name, one.title, one.data, units, one.seconds, one.journals))
-    if arm.sweep:
-        asked = len(benches) * numbers[chosen.sweep.limit] * len(numbers[chosen.sweep.latents])
-        steps.append(step("sweep", chosen.sweep.title, first, asked, chosen.sweep.seconds, predictions))
+        counted = {"journals": one.journals, "units": units if one.journals else 0, "rough": one.rough}
+        steps.append(step("diagnose", name, one.title, one.seconds * units, [one.data], **counted))
     return steps
 
 

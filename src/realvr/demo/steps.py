@@ -121,23 +121,23 @@ def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
 
 
 def evaluate(step: Step, settings: DemoSettings) -> None:
-    """All benchmarks, with own latents and with what may stand in for them."""
-    _evaluate(step, latents=None if _arm(step).latents else "0")
-
-
-def sweep(step: Step, settings: DemoSettings) -> None:
-    """A part of each benchmark under several numbers of latents."""
-    chosen = choice().sweep
-    budgets = ",".join(map(str, settings[chosen.latents]))
-    _evaluate(step, latents=budgets, limit=settings[chosen.limit], ablation=False)
-
-
-def _evaluate(step: Step, **options: Any) -> None:
+    """All benchmarks, with own latents and, where the arm is chosen for it, with what may stand in for them."""
     from realvr.evaluation.checkpoints import evaluate as evaluate_checkpoints
     from realvr.evaluation.settings import EvaluateSettings
 
-    common: dict[str, Any] = {"max_new": choice().max_new, "batch": choice().evaluation.batch, "device": "cpu"}
-    evaluate_checkpoints(EvaluateSettings([_arm(step).model], step.out, benches(), **common, **options))
+    arm = _arm(step)
+    evaluate_checkpoints(
+        EvaluateSettings(
+            [arm.model],
+            step.out,
+            benches(),
+            latents=None if arm.latents else "0",
+            ablation=arm.ablation,
+            max_new=choice().max_new,
+            batch=choice().evaluation.batch,
+            device="cpu",
+        )
+    )
 
 
 def diagnose(step: Step, settings: DemoSettings) -> None:
@@ -163,6 +163,5 @@ WORK: dict[str, Callable[[Step, DemoSettings], None]] = {
     "draw": draw,
     "train": train,
     "eval": evaluate,
-    "sweep": sweep,
     "diagnose": diagnose,
 }

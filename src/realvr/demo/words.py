@@ -1,19 +1,16 @@
-"""The numbers of a demo in words: what a reader must know before believing them, and the closing table."""
+"""What a reader must know before believing the numbers of a demo, in words."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
-from realvr.demo.choice import Column, choice, product
+from realvr.demo.choice import choice, product
+from realvr.demo.leading import at
 from realvr.demo.plan import DemoSettings, questions_of
 from realvr.evaluation.effects import EFFECTS, beyond_noise
 
 Json = dict[str, Any]
-_WIDE = 128
 _LOST = 5
 """Points by which fewer replies must be readable before a note says so."""
 
@@ -25,14 +22,13 @@ def notes(settings: DemoSettings, arms: Json, differences: Json) -> list[str]:
     facts = numbers | {"questions": questions_of(settings), "pairs": round(product(said.pairs, numbers))}
     found = [said.quick] if settings.quick else []
     found += [text.format(**facts) for text in said.first]
-    inside = [f"{name} {_signed(one)}" for name, one in differences.items() if _spans_zero(one["ci"])]
-    outside = [f"{name} {_signed(one)}" for name, one in differences.items() if not _spans_zero(one["ci"])]
-    each = [f"{name} {said.each.scale * _at(arm, said.each.value)[said.each.key]:.1f}" for name, arm in arms.items()]
-    unused = [name for name, arm in arms.items() if arm["latents"] and not _used(arm)]
+    for over in dict.fromkeys(one["over"] for one in differences.values()):
+        found += _compared(over, [one for one in differences.values() if one["over"] == over])
+    values = {name: at(arm, (*said.each.value, said.each.key)) for name, arm in arms.items()}
+    each = [f"{name} {said.each.scale * value:.1f}" for name, value in values.items() if value is not None]
+    unused = [name for name, arm in arms.items() if _measured(arm) and not _used(arm)]
     broken = [text for name, arm in arms.items() for text in _broken(name, arm)]
     for text, filling in (
-        (said.within, "; ".join(inside)),
-        (said.beyond, "; ".join(outside)),
         (said.each.text, ", ".join(each)),
         (said.unused, ", ".join(unused)),
         (said.broken, "; ".join(broken)),
@@ -42,19 +38,24 @@ def notes(settings: DemoSettings, arms: Json, differences: Json) -> list[str]:
     return [*found, *said.last]
 
 
-def _at(arm: Json, place: Sequence[str]) -> Any:
-    """What stands at a place among the numbers of an arm; None where there is no such place."""
-    found: Any = arm
-    for key in place:
-        found = found.get(key) if found is not None else None
+def _compared(over: str, differences: Sequence[Json]) -> list[str]:
+    """Comparisons over the same questions: those within noise, and those beyond it."""
+    said, found = choice().notes, []
+    for text, within in ((said.within, True), (said.beyond, False)):
+        listed = [f"{one['second']} - {one['first']} {_signed(one)}" for one in differences if _noise(one) == within]
+        if listed:
+            found.append(text.format(over=over[:1].upper() + over[1:], found="; ".join(listed)))
     return found
+
+
+def _measured(arm: Json) -> bool:
+    """Whether it was asked with latents that are not its own."""
+    return any(arm[name] is not None for name in EFFECTS)
 
 
 def _used(arm: Json) -> bool:
     """Whether foreign latents change what is answered beyond chance, lost formats aside."""
-    if any(beyond_noise(arm[name]) for name in EFFECTS if name != "help"):
-        return True
-    return any(arm[name] is not None and not _spans_zero(arm[name]["ci"]) for name in choice().notes.use)
+    return any(beyond_noise(arm[name]) for name in EFFECTS if name != "help")
 
 
 def _broken(name: str, arm: Json) -> list[str]:
@@ -66,39 +67,11 @@ def _broken(name: str, arm: Json) -> list[str]:
     ]
 
 
-def _spans_zero(ci: Sequence[float | None]) -> bool:
-    low, high = ci
+def _noise(one: Json) -> bool:
+    low, high = one["ci"]
     return low is None or high is None or low <= 0 <= high
 
 
 def _signed(one: Json) -> str:
     low, high = one["ci"]
     return f"{one['gain']:+.1f} [{low:+.1f}, {high:+.1f}]"
-
-
-# ---------------------------------------------------------------------- table
-
-
-def table(summary: Mapping[str, Any], width: int = 132) -> Table:
-    """The closing table: a row for each arm, or, where the terminal is too narrow for that, a column."""
-    chosen, quick = choice(), summary["settings"]["quick"]
-    title = "The demo in numbers, 95 % intervals in brackets" + (" (quick: they mean nothing)" if quick else "")
-    rows = [["", *(column.heading for column in chosen.table)]]
-    rows += [[name, *(_cell(arm, column) for column in chosen.table)] for name, arm in summary["arms"].items()]
-    if width < _WIDE:
-        rows = [list(row) for row in zip(*rows, strict=True)]
-    made = Table(title=title, title_justify="left", caption=chosen.legend, caption_justify="left", box=SIMPLE_HEAD)
-    for number, name in enumerate(rows[0]):
-        made.add_column(name, justify="right" if number else "left", no_wrap=True)
-    for row in rows[1:]:
-        made.add_row(*row)
-    return made
-
-
-def _cell(arm: Json, column: Column) -> str:
-    found = next((one for place in column.value if (one := _at(arm, place)) is not None), None)
-    if found is None or found[column.key] is None:
-        return "–"
-    value, low, high = (column.form.format(column.scale * number) for number in (found[column.key], *found["ci"]))
-    read = found.get(column.read) if column.read else None
-    return f"{value}\n[{low}, {high}]" + ("" if read is None else f"\n{read:.0f} % read")

@@ -128,18 +128,20 @@ class Steer(Diagnostic[SteerSettings]):
         return lines + [f"z_{step['step']}: {_skipped(step)}" for step in summary["steps"] if step["skipped"]]
 
     def numbers(self, summary: Any | None) -> dict[str, Any]:
-        if summary is None:
-            return {}
-        return {
-            "steer_follows": {
-                str(step["step"]): {
-                    "rate": step["moved"]["new"]["rate"],
-                    "ci": [step["moved"]["new"]["low"], step["moved"]["new"]["high"]],
-                    "n": step["questions"],
-                }
-                for step in summary["steps"]
-            }
+        """By step: answers that follow the move, that keep the old answer, and that go there with the own place put."""
+        places = {
+            "steer_follows": ("moved", "new"),
+            "steer_keeps": ("moved", "old"),
+            "steer_sham": ("own_place", "new"),
         }
+        if summary is None:
+            return dict.fromkeys(places)
+
+        def by_step(condition: str, outcome: str) -> dict[str, Any]:
+            rates = {str(step["step"]): step[condition][outcome] for step in summary["steps"]}
+            return {t: {"rate": x["rate"], "ci": [x["low"], x["high"]], "n": x["of"]} for t, x in rates.items()}
+
+        return {name: by_step(*place) for name, place in places.items()}
 
     def draw(self, results: Sequence[Shown]) -> list[Widget]:
         told = [

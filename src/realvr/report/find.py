@@ -146,6 +146,7 @@ def _listed(folder: Path, found: Found, rest: list[tuple[Result, str]], results:
     """Arms that a list names; what they take leaves ``rest``. A stage that was not run is simply absent."""
     content = ARMS_FILE.load(folder / ARM_LIST)
     results.demo = True
+    results.leading += content.get("leading") or []
     results.notes += content.get("notes") or []
     arms = []
     for entry in content["arms"]:

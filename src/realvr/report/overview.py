@@ -44,7 +44,7 @@ from realvr.widgets.charts import Bar, forest
 def overview(results: Results, baseline: Arm | None) -> Section:
     """The headline comparison."""
     section = Section("overview", "Overview")
-    section.widgets += [Text(text) for text in _what_this_is(results)]
+    section.widgets += [Text(text) for text in (*results.leading, *_what_this_is(results))]
     section.widgets += [Text(note, "warning") for note in results.notes]
     under = (f" under {results.policy}", f" --policy {results.policy}") if results.policy else ("", "")
     for folder in results.unfinished:

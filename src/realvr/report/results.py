@@ -98,6 +98,8 @@ class Results:
     """Everything found, arms in display order."""
 
     arms: list[Arm]
+    leading: list[str] = field(default_factory=list)
+    """What the demo found, in a few lines."""
     notes: list[str] = field(default_factory=list)
     """What the demo has to say about its numbers."""
     demo: bool = False
@@ -119,9 +121,10 @@ class ArmEntry(TypedDict):
 
 
 class ArmList(TypedDict):
-    """``demo.json``: names and order of arms, and what to say about their numbers."""
+    """``demo.json``: names and order of arms, what was found, and what to say about their numbers."""
 
     arms: list[ArmEntry]
+    leading: NotRequired[list[Text] | None]
     notes: NotRequired[list[Text] | None]
 
 
