@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +14,12 @@ from PIL import Image, ImageDraw
 
 from realvr.backbone import Backbone, Turn
 from realvr.cli import main
+from realvr.data.export import write
+from realvr.data.reading import read
 from realvr.latent.drawing import PATH, PUT
 from realvr.latent.group_rollout import rollout
 from realvr.latent.sampling import Sampling
+from realvr.world.splits import Recipe, samples
 
 QUESTION = "What color is the circle?"
 MARGIN, EDGE = 18, 16
@@ -121,3 +125,21 @@ def test_what_it_refuses(
     assert main(["ask", bare, str(picture), "What?", "--latents", "2", "--show", good, "--max-new", "1"]) == 0
     assert Path(good).exists()  # slots that were asked for are shown, with the note that they are untrained
     assert "markers are untrained" in capsys.readouterr().err
+
+
+def test_a_sheet_of_several_walks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script behind the picture in the README: one panel for each number of arrows, spread over all of them."""
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "walk_sheet.py"))
+    data = tmp_path / "samples.jsonl"
+    write(samples(Recipe("trails", seed=2, count=24)), "jsonl", data)
+    every = list(read(data))
+    lengths = sorted({int(sample.tags["arrows"]) for sample in every})
+    picked = script["chosen"](every, "arrows", 3)
+    assert [int(sample.tags["arrows"]) for sample in picked] == [lengths[0], lengths[len(lengths) // 2], lengths[-1]]
+    assert picked[0] == next(sample for sample in every if sample.tags["arrows"] == str(lengths[0]))
+    assert script["chosen"](every, "no such tag", 2) == every[:2]
+    target = tmp_path / "sheet.png"
+    monkeypatch.setattr("sys.argv", ["walk_sheet.py", "mini", str(data), str(target), "--count", "3", "--columns", "2"])
+    script["main"]()
+    drawn = Image.open(target)
+    assert drawn.width > 2 * 400 and drawn.height > 2 * 400  # two columns, two rows

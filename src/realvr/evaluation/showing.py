@@ -45,6 +45,13 @@ class Drawn:
     put: Mapping[int, str]
 
 
+def save_picture(path: Path, picture: Image.Image) -> None:
+    """The picture in the format of its suffix, whole or not at all."""
+    target = io.BytesIO()
+    picture.save(target, FORMATS[path.suffix.lower()], quality=92)
+    write_atomically(path, target.getvalue())
+
+
 def save_walks(path: Path, pictures: Sequence[Image.Image], question: str, walks: Sequence[Drawn]) -> None:
     """Draw walks into a file, side by side, those with latents put into them under their names."""
     from realvr.imaging.drawing import beside, titled
@@ -54,9 +61,7 @@ def save_walks(path: Path, pictures: Sequence[Image.Image], question: str, walks
     if len(panels) > 1:
         names = [f"with {', '.join(one.put.values())}" if one.put else "without" for one in walks]
         panels = [titled(panel, f"  {name}") for panel, name in zip(panels, names, strict=True)]
-    target = io.BytesIO()
-    beside(panels).save(target, FORMATS[path.suffix.lower()], quality=92)
-    write_atomically(path, target.getvalue())
+    save_picture(path, beside(panels))
 
 
 def walk_rows(walk: Walk) -> list[dict[str, Any]]:

@@ -54,18 +54,20 @@ def draw_walk(
     put: Collection[int] = (),
     heat: bool | None = None,
     strip: bool = True,
+    side: int | None = None,
 ) -> Image.Image:
     """The pictures of a prompt, in its order, with the walk drawn in; below them the cosines, question and answer.
 
     ``put`` are the steps, counted from 1, whose latents were replaced. ``heat`` adds a map of the cosines with all
     visual tokens for every latent; by default for grids of more than `FINE` rows or columns. ``strip`` is the list of
     cosines. Without it and without texts, a single picture comes back as large as it is drawn, without margins.
+    ``side`` is the longest side of a picture, in pixels.
     """
     shown = [pictures] if isinstance(pictures, Image.Image) else list(pictures)
     if len(shown) != len(walk.grids):
         raise ValueError(f"{len(shown)} pictures for a walk over {len(walk.grids)}")
     fine = any(_is_fine(grid) for grid in walk.grids) if heat is None else heat
-    side = _FINE_SIDE if fine else _SIDE if len(shown) == 1 else _SEVERAL_SIDE
+    side = side or (_FINE_SIDE if fine else _SIDE if len(shown) == 1 else _SEVERAL_SIDE)
     views = [enlarged(picture.convert("RGB"), side) for picture in shown]
     stops = _stops(walk, put)
     traced = [_traced(view, walk.grids[image], stops, image) for image, view in enumerate(views)]
