@@ -12,22 +12,21 @@ import pytest
 import realvr
 from realvr.errors import UserError
 from realvr.world import benchmarks
+from realvr.world.recipes import TRAILS_WITHIN
 from realvr.world.scene import BUCKETS
 from realvr.world.splits import SPLITS, Recipe, build, drawn, items, leaks, samples
+from realvr.world.trails import board
 from world_solver import solve
 
 SMALL = {"hrbench-4k": 4, "hrbench-8k": 4, "counterfactual": 12, "trails-pairs": 12, "mmvp": 20, "practice": 160}
 
 
 def test_buckets_are_disjoint_and_all_used():
-    """Of scenes and of boards of arrows: a board is no scene of the other splits, so the two share the numbers."""
-    trails = {name: split for name, split in SPLITS.items() if Recipe(name).of_trails}
-    scenes = {name: split for name, split in SPLITS.items() if name not in trails}
-    for family in (scenes, trails):
-        owned = [bucket for split in family.values() for bucket in split.buckets]
-        assert len(owned) == len(set(owned)) <= BUCKETS
-        assert max(owned) < BUCKETS
-    assert sum(len(split.buckets) for split in scenes.values()) == BUCKETS
+    """Of scenes and of boards of arrows: a board is no scene of the other splits."""
+    trails = [split.buckets for name, split in SPLITS.items() if Recipe(name).of_trails]
+    scenes = [split.buckets for name, split in SPLITS.items() if not Recipe(name).of_trails]
+    for family, number in ((scenes, BUCKETS), ([*trails, *TRAILS_WITHIN.values()], board.BUCKETS)):
+        assert sorted(bucket for buckets in family for bucket in buckets) == list(range(number))
     assert len({split.number for split in SPLITS.values()}) == len(SPLITS)
 
 

@@ -132,6 +132,29 @@ def test_trails_in_a_training_split_come_only_when_asked_for(tmp_path):
     assert all("trail" in item.meta and not item.boxes for item in plain)
 
 
+def test_a_sequel_asks_about_its_second_board():
+    """Both turns are right, with their own ordered evidence; half of the second boards are edits of the first."""
+    edited = 0
+    for item in items(Recipe("trails-sequels", seed=1, count=40)):
+        sample = item.sample()
+        (first, reply, last), boards = sample.turns, [look(view.pixels(), 6, 6) for view in item.views]
+        assert (first.images, reply.images, last.images) == ((0,), (), (1,))
+        text, *options, _ = first.text.split("\n")
+        for index, board, question, said, boxes in (
+            (0, boards[0], text, options["ABCD".index(reply.text[8])][4:], sample.earlier_boxes[0]),
+            (1, boards[1], last.text, sample.answer_text, sample.boxes),
+        ):
+            answer, cells = solve(board, question)
+            assert said == answer and {box.image for box in boxes} == {index}
+            corners = [(c / 6, r / 6, (c + 1) / 6, (r + 1) / 6) for r, c in cells]
+            assert np.allclose([box.xyxy for box in boxes], corners)
+        same = sum(a == b for one, two in zip(*boards, strict=True) for a, b in zip(one, two, strict=True))
+        shown = [f"({letter}) {choice}" for letter, choice in zip("ABCD", item.choices, strict=True)]
+        assert (same >= 34) == (text == last.text and options == shown)
+        edited += same >= 34
+    assert 10 <= edited <= 30
+
+
 @pytest.mark.parametrize(("layout", "file"), [("visual-cot", "viscot.json"), ("lvr", "lvr.json"), ("jsonl", "x.jsonl")])
 def test_the_order_of_boxes_survives_where_a_layout_has_boxes(tmp_path, layout, file):
     made = list(samples(Recipe("trails", seed=0, count=12)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from realvr.errors import UserError
@@ -26,7 +27,7 @@ class Split:
     """
 
     number: int
-    buckets: range
+    buckets: Collection[int]
     layout: str
     count: int
     size: tuple[int, int]
@@ -49,11 +50,12 @@ SPLITS: dict[str, Split] = {
     "sequels": Split(12, range(17, 18), "jsonl", 5_000, (48, 48), "two turns, the second about another picture"),
     "practice": Split(13, range(16, 17), "jsonl", 8_000, (48, 48), "training questions in the five benchmarks' manner"),
     "vstar": Split(14, range(15, 16), "vstar", 191, (2240, 1584), "small objects in a large picture, two categories"),
-    # Buckets of boards, which are no scenes of the splits above.
-    "trails-train": Split(15, range(16), "jsonl", 20_000, (48, 48), "follow the arrows: training questions"),
-    "trails-lessons": Split(16, range(16, 24), "jsonl", 20_000, (48, 48), "single looks at boards of arrows"),
-    "trails": Split(17, range(24, 28), "jsonl", 2_000, (48, 48), "follow the arrows: which circle ends the trail"),
-    "trails-pairs": Split(18, range(28, 30), "jsonl", pairs.PAIRS_PER_EDIT, (48, 48), "four edits of boards"),
+    # Boards have buckets of their own (`realvr.world.trails.board.BUCKETS`): they are no scenes of the splits above.
+    "trails-train": Split(15, (*range(16), *range(32, 48)), "jsonl", 20_000, (48, 48), "follow the arrows: training"),
+    "trails-lessons": Split(16, (*range(16, 24), *range(48, 56)), "jsonl", 20_000, (48, 48), "single looks at boards"),
+    "trails": Split(17, (*range(24, 28), *range(56, 60)), "jsonl", 2_000, (48, 48), "follow the arrows: held out"),
+    "trails-pairs": Split(18, (28, 29, 60, 61), "jsonl", pairs.PAIRS_PER_EDIT, (48, 48), "four edits of boards"),
+    "trails-sequels": Split(19, (31, 63), "jsonl", 5_000, (48, 48), "two turns, the second about another board"),
 }
 
 
@@ -61,7 +63,7 @@ ANY_KIND = ("curriculum", "curriculum-test", "dialogues", "sequels", "train-boxe
 """Splits whose kinds of question, and rule for withheld words, can be chosen."""
 
 
-TRAILS_WITHIN = {"train-boxes": range(30, 31), "train-plain": range(31, 32)}
+TRAILS_WITHIN = {"train-boxes": (30,), "train-plain": (62,)}
 """Splits of scenes that hold trails too where kind ``trails`` is asked for, and the buckets of boards they own."""
 
 

@@ -32,7 +32,7 @@ def _picture(item: Item, index: int, width: int) -> Image.Image:
     picture = picture.resize((max(1, int(picture.width * scale)), max(1, int(picture.height * scale))), how)
     pen = ImageDraw.Draw(picture)
     boxes = [tuple(side * scale for side in box) for owner, box in item.boxes if owner == index]
-    if "trail" in item.meta:
+    if boxes and "trail" in item.meta:
         _way(pen, item, [((x0 + x1) / 2, (y0 + y1) / 2) for x0, y0, x1, y1 in boxes])
         return picture
     for x0, y0, x1, y1 in boxes:

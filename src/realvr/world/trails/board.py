@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from realvr.world.scene import BUCKETS, PixelBox
+from realvr.world.scene import PixelBox
 
 Cell = tuple[int, int]
 """Row and column, counted from 0."""
@@ -63,6 +63,10 @@ def place(cell: Cell) -> str:
 def cells_of(grid: Grid) -> list[Cell]:
     """Every cell, row by row."""
     return [(row, column) for row in range(grid[0]) for column in range(grid[1])]
+
+
+BUCKETS = 64
+"""Boards fall into this many buckets; splits own disjoint ones (see `realvr.world.recipes`)."""
 
 
 def bucket(grid: Grid, circles: Iterable[Cell]) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
 from realvr.errors import UserError
 from realvr.world.questions import MAX_TRIES
-from realvr.world.sampling import ANY_BUCKET
 from realvr.world.trails.board import (
+    BUCKETS,
     CIRCLES,
     STEPS,
     Board,
@@ -58,7 +59,7 @@ class Trail:
 
 
 def sample_trail(
-    rng: np.random.Generator, plan: Plan, buckets: Container[int] = ANY_BUCKET, arrows: int | None = None
+    rng: np.random.Generator, plan: Plan, buckets: Container[int] = range(BUCKETS), arrows: int | None = None
 ) -> Trail:
     """The number of arrows is fixed first, then boards tried until one has room for it and lies in ``buckets``."""
     arrows = between(rng, *plan.arrows) if arrows is None else arrows
@@ -88,10 +89,16 @@ def _walk(rng: np.random.Generator, grid: Grid, begun: Sequence[Cell], arrows: i
     return way
 
 
+@lru_cache(maxsize=64)
+def _around(grid: Grid) -> dict[Cell, list[Cell]]:
+    """Neighbors of every cell."""
+    every = cells_of(grid)
+    return {cell: [step(cell, name) for name in STEPS if step(cell, name) in every] for cell in every}
+
+
 def neighbors(cell: Cell, grid: Grid, taken: Container[Cell]) -> list[Cell]:
     """Neighbors on the board that are not taken."""
-    near = (step(cell, name) for name in STEPS)
-    return [(r, c) for r, c in near if 0 <= r < grid[0] and 0 <= c < grid[1] and (r, c) not in taken]
+    return [there for there in _around(grid)[cell] if there not in taken]
 
 
 def _other_circles(rng: np.random.Generator, plan: Plan, way: Sequence[Cell]) -> list[Cell] | None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from realvr.data.wording import asked as as_put
+from realvr.data.wording import formatted
 from realvr.world.items import Item, View
+from realvr.world.questions import LETTERS
 from realvr.world.scene import Scene
 from realvr.world.trails import lessons, pairs, questions
 from realvr.world.trails.board import Board
+from realvr.world.trails.draws import choose
 from realvr.world.trails.picture import caption, sample_ground, scene_of, table
 from realvr.world.trails.plan import Plan
 from realvr.world.trails.questions import Asked
@@ -22,6 +26,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "trails-train": questions.KINDS,
     "trails-lessons": lessons.KINDS,
     "trails-pairs": ("end",),
+    "trails-sequels": ("end",),
 }
 """Kinds of question that each split can hold."""
 
@@ -41,6 +46,8 @@ def build(rng: np.random.Generator, order: Order, part: str, number: int) -> lis
     """The items of one unit."""
     if order.split == "trails-pairs":
         return _pair(rng, order, part, number)
+    if order.split == "trails-sequels":
+        return [_sequel(rng, order, number)]
     if order.split == "trails-lessons":
         trail = sample_trail(rng, order.plan, order.buckets)
         asked = lessons.ask_lesson(rng, trail, order.plan, order.kinds)
@@ -64,6 +71,32 @@ def _pair(rng: np.random.Generator, order: Order, edit: str, number: int) -> lis
         item.meta["trail"] |= {"parts_at": pair.parts_at, "changes_at": pair.changes_at}
         found.append(item)
     return found
+
+
+def _sequel(rng: np.random.Generator, order: Order, number: int) -> Item:
+    """A question with its answer, then another board: half the time an edit of the first with the same question, else
+    an unrelated one with a question of its own."""
+    if rng.random() < 0.5:
+        pair = pairs.sample_pair(rng, order.plan, choose(rng, tuple(pairs.EDITS)), order.buckets)
+        (one, first), (two, second) = (pair.original, pair.before), (pair.edited, pair.after)
+        grounds = [sample_ground(rng, order.plan.clutter)] * 2
+    else:
+        (one, first), (two, second) = (
+            questions.sample_asked(rng, order.plan, order.kinds, order.buckets) for _ in range(2)
+        )
+        grounds = [sample_ground(rng, order.plan.clutter) for _ in range(2)]
+    before, after = (scene_of(trail.board, order.size, g) for trail, g in zip((one, two), grounds, strict=True))
+    item = _item(order, f"{order.split}-{number}", two.board, after, second)
+    choices = first.choices if item.choices else ()
+    reply = LETTERS[choices.index(first.answer)] if choices else first.answer
+    return replace(
+        item,
+        views=(View(before, f"{order.split}/{number}-1.png"), View(after, f"{order.split}/{number}-2.png")),
+        boxes=tuple((1, box) for _, box in item.boxes),
+        earlier=((as_put(first.text, choices), formatted(reply)),),
+        earlier_boxes=(tuple((0, one.board.box(cell, order.size)) for cell in first.cells),),
+        fresh=True,
+    )
 
 
 def _item(order: Order, id: str, board: Board, scene: Scene, asked: Asked, **fields: Any) -> Item:
