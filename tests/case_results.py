@@ -130,6 +130,7 @@ def case(number: int, arrows: int, failed: bool, steered: bool) -> dict[str, Any
             {
                 "picture": picture(one, start),
                 "size": [GRID * CELL, GRID * CELL],
+                "grid": [GRID, GRID],
                 "truth": own,
                 "evidence": [
                     [c % GRID / GRID, c // GRID / GRID, (c % GRID + 1) / GRID, (c // GRID + 1) / GRID]
@@ -150,7 +151,6 @@ def case(number: int, arrows: int, failed: bool, steered: bool) -> dict[str, Any
         "about": f"{arrows} arrows, turn on trail",
         "question": "Start at the orange arrow and follow the arrows. What color is the circle where you end?",
         "choices": list(COLORS),
-        "grid": [GRID, GRID],
         "failed": failed,
         "views": views,
     }

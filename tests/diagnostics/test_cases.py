@@ -123,8 +123,9 @@ def test_swapped_spans_and_walks_against_whole_sequences(pair: Any) -> None:
     spans = [pair.think(pair.begin([prompt]), K)[1][0] for prompt in prompts]
     features = [ours.encode_images(prompt.images).features_ND for prompt in prompts]
     grid = prompts[0].images[0].grid
-    assert case["grid"] == [grid.rows * grid.tile_rows, grid.cols * grid.tile_cols]
-    assert case["grid"][0] < case["grid"][1] and grid.thumbnail == (grid.tile_cols > 1)
+    rows, columns = case["views"][0]["grid"]
+    assert (rows, columns) == (grid.rows * grid.tile_rows, grid.cols * grid.tile_cols) and rows < columns
+    assert grid.thumbnail == (grid.tile_cols > 1)
     for own in (0, 1):
         view = case["views"][own]
         assert view["walk"]["cells"] == nearest(spans[own], features[own], grid) and view["truth"] == one.truths[own]
@@ -227,7 +228,7 @@ def test_steering_puts_the_token_of_each_cell(finished: Path, data: Path, mini: 
     for number, view in enumerate(pair.views):
         prompt = mini.prompt(conversation(view, [image.open() for image in view.images]))
         features = mini.encode_images(prompt.images).features_ND
-        assert len(features) == 36 == math.prod(case["grid"])
+        assert len(features) == 36 == math.prod(case["views"][number]["grid"])
         for steered in case["views"][number]["steered"]:
             step = steered["step"]
             assert steered["grid"] == [6, 6] and len(steered["answers"]) == len(steered["walks"]) == 36
@@ -242,6 +243,32 @@ def test_steering_puts_the_token_of_each_cell(finished: Path, data: Path, mini: 
 @pytest.fixture(scope="module")
 def tiny(build_tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_markers(build_tiny("qwen2.5-vl"), tmp_path_factory.mktemp("models") / "tiny")
+
+
+def test_two_pictures_of_different_shape(build_tiny: Any) -> None:
+    """As MMVP has them: each has its own grid, and nothing is said about where they differ. A fine grid is pooled."""
+    ours = Backbone.load(build_tiny("qwen2.5-vl"), device="cpu", latents=K)
+    shapes = [(84, 56), (56, 336)]
+    views = [list(samples(Recipe("counterfactual", seed, 1, shape)))[0] for seed, shape in enumerate(shapes)]
+    first, second = (replace(view, pair="p", answer=answer) for view, answer in zip(views, "AB", strict=True))
+    edited = replace(second, turns=first.turns, choices=first.choices)
+    (case,) = build_cases(
+        Model(ModelResponder(ours, SHORT), K), [asked(Pair("other", first, edited), [2])], "strict", 64
+    )
+    grids = [view["grid"] for view in case["views"]]
+    assert grids == [[rows, columns] for rows, columns in (_grid(ours, view) for view in (first, edited))]
+    assert grids[0] != grids[1] and max(grids[1]) > 8
+    for view in case["views"]:
+        assert not view["changed"] and max(view["walk"]["cells"]) < math.prod(view["grid"])
+        (steered,) = view["steered"]
+        assert steered["grid"] == [min(8, side) for side in view["grid"]] and len(steered["walks"]) == math.prod(
+            steered["grid"]
+        )
+
+
+def _grid(backbone: Backbone, view: Any) -> tuple[int, int]:
+    grid = backbone.processor(view.images[0].open()).grid
+    return grid.rows * grid.tile_rows, grid.cols * grid.tile_cols
 
 
 def test_a_run_that_was_killed_goes_on_to_the_same_page(tiny: Path, data: Path, tmp_path: Path) -> None:

@@ -64,6 +64,8 @@ class View(TypedDict):
     """A ``data:`` address."""
     size: list[int]
     """Width and height in pixels before it was made smaller for the page."""
+    grid: list[int]
+    """Rows and columns of visual tokens."""
     truth: str
     evidence: list[list[float]]
     """Boxes in fractions of the picture, in order."""
@@ -85,8 +87,6 @@ class Case(TypedDict):
     """What sets it apart, in a few words."""
     question: str
     choices: list[str]
-    grid: list[int]
-    """Rows and columns of visual tokens."""
     failed: bool
     views: list[View]
     """Original and edited."""
@@ -118,17 +118,17 @@ class Explorer:
         place = ord(answer) - ord("A") if len(answer) == 1 else -1
         return f"{answer} ({case['choices'][place]})" if 0 <= place < len(case["choices"]) else answer
 
-    def drawing(self, case: Case, view: View) -> Markup:
+    def drawing(self, view: View) -> Markup:
         """The walk over one picture."""
-        body = walk_marks(view["walk"], case["grid"], view["size"])
+        body = walk_marks(view["walk"], view["grid"], view["size"])
         return Markup(
             f'<svg class="walk" viewBox="0 0 {WIDTH} {height_of(view["size"])}" aria-hidden="true">{body}</svg>'
         )
 
-    def spoken(self, case: Case, view: View) -> str:
+    def spoken(self, view: View) -> str:
         """The same walk in words."""
         found = stops(view["walk"])
-        return "; ".join(f"{_name(one)} {_place(one['cell'], case['grid'])}" for one in found)
+        return "; ".join(f"{_name(one)} {_place(one['cell'], view['grid'])}" for one in found)
 
 
 def height_of(size: Sequence[int]) -> int:

@@ -279,16 +279,16 @@
       evidence.hidden = !view().evidence.length;
     }
     function showBoard(made) {
-      const one = current(), here = view(), source = pictures[state.number][state.view];
+      const here = view(), source = pictures[state.number][state.view];
       picture.className = source.className;
       if (picture.getAttribute("src") !== source.getAttribute("src")) picture.src = source.src;
       picture.alt = (state.view ? "Edited" : "Original") + " picture";
       svg.setAttribute("viewBox", "0 0 " + WIDTH + " " + heightOf(here.size));
       svg.setAttribute("aria-label", "Walk of the latents over the " + NAMES[state.view] + " picture");
-      const marks = (state.view ? editMarks(here.changed, one.grid, here.size) : "")
+      const marks = (state.view ? editMarks(here.changed, here.grid, here.size) : "")
         + (state.evidence ? boxMarks(here.evidence, here.size) : "")
-        + (made.from <= made.count ? ghostMark(here.walk.cells.slice(Math.max(0, made.from - 2)), one.grid, here.size) : "")
-        + walkMarks(made.cells, made.cosine, made.kinds, one.grid, here.size);
+        + (made.from <= made.count ? ghostMark(here.walk.cells.slice(Math.max(0, made.from - 2)), here.grid, here.size) : "")
+        + walkMarks(made.cells, made.cosine, made.kinds, here.grid, here.size);
       if (marks !== drawn) {
         svg.innerHTML = drawn = marks;
         const since = made.from <= made.count ? made.from : 1;
