@@ -81,7 +81,7 @@ def test_any_picture_and_any_number_of_latents(size: tuple[int, int], steps: int
     rng = np.random.default_rng(1)
     places = [(0, int(rng.integers(grid.rows)), int(rng.integers(grid.cols))) for _ in range(steps)]
     drawn = draw_walk(
-        Image.new("L", size, 40), made(places, grid), question="Why? " * 60, answer="because " * 20, put={1}
+        Image.new("L", size, 40), made(places, grid), question="Why? " * 600, answer="because " * 200, put={1}
     )
     assert drawn.mode == "RGB" and 420 <= drawn.width <= 1000
     if steps == 1:

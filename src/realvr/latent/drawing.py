@@ -41,7 +41,7 @@ PATH, PUT = (236, 0, 140), (0, 92, 214)
 _INK, _TRACK, _HALO = (24, 24, 27), (228, 228, 231), (255, 255, 255)
 _SIDE, _FINE_SIDE, _SEVERAL_SIDE = 576, 872, 432
 """Longest side of a picture as it is drawn, in pixels: with a coarse grid, with a fine one, beside others."""
-_HEAT_COLUMNS, _LEAST_WIDTH = 4, 420
+_HEAT_COLUMNS, _LEAST_WIDTH, _TEXT_LINES = 4, 420, 10
 _HEAT = ((13, 8, 64), (106, 23, 110), (188, 55, 84), (243, 120, 25), (252, 220, 105), (252, 255, 214))
 
 
@@ -80,9 +80,8 @@ def draw_walk(
     if fine:
         for image, picture in enumerate(shown):
             of = f" of picture {image + 1}" if len(shown) > 1 else ""
-            blocks.append(
-                titled(_heat_maps(picture, walk, image, put), f"cosine with every visual token{of}, by latent")
-            )
+            heading = f"cosine with every visual token{of}: from the lowest of each latent (dark) to its highest (pale)"
+            blocks.append(titled(_heat_maps(picture, walk, image, put), heading))
     width = max(_LEAST_WIDTH, *(block.width for block in blocks))
     if strip and len(walk):
         blocks.append(_strip(walk, put, width))
@@ -309,9 +308,13 @@ def _strip(walk: Walk, put: Collection[int], width: int) -> Image.Image:
 
 
 def _caption(question: str, answer: str, width: int) -> Image.Image:
-    """Question, and below it the answer, in lines that fit."""
-    lines = [(line, False) for line in paragraph(question, width, 17)] if question else []
-    lines += [(line, True) for line in paragraph(f"Answer: {answer}", width, 17)] if answer else []
+    """Question, and below it the answer, in lines that fit; a long text ends in dots."""
+    lines = []
+    for text, bold in ((question, False), (f"Answer: {answer}" if answer else "", True)):
+        fitting = paragraph(text, width, 17) if text else []
+        if len(fitting) > _TEXT_LINES:
+            fitting = [*fitting[: _TEXT_LINES - 1], "…"]
+        lines += [(line, bold) for line in fitting]
     pen = Pen((width, 26 * len(lines)))
     for number, (line, bold) in enumerate(lines):
         pen.text(0, 26 * number + 12, line, _INK, 17, "lm", bold)
