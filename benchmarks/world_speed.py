@@ -53,7 +53,8 @@ def main() -> None:
         options.scenes,
         drawing(options.scenes, options.workers),
     )
-    for split, count in (("curriculum", 2000), ("train-boxes", 1000), ("counterfactual", 50), ("hrbench-4k", 8)):
+    counts = {"curriculum": 2000, "train-boxes": 1000, "counterfactual": 50, "hrbench-4k": 8, "trails": 1000}
+    for split, count in counts.items():
         recipe = Recipe(split, count=count)
         start = time.perf_counter()
         made = sum(1 for _ in items(recipe))

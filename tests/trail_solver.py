@@ -26,6 +26,16 @@ def look(pixels, rows, columns):
     return [[_cell(pixels[ys[r] : ys[r + 1], xs[c] : xs[c + 1]]) for c in range(columns)] for r in range(rows)]
 
 
+def described(item):
+    """What `look` should see, from the item's own table of its cells."""
+    rows, columns = item.meta["trail"]["grid"]
+    board = [[None] * columns for _ in range(rows)]
+    for entry in item.meta["objects"]:
+        row, column = entry["cell"]
+        board[row][column] = entry["color"], entry["shape"].removeprefix("arrow ")
+    return board
+
+
 def _cell(pixels):
     pixels = pixels.astype(float)
     middle, ground = pixels[(pixels.shape[0] - 1) // 2, (pixels.shape[1] - 1) // 2], pixels[-1, -1]

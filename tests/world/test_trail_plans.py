@@ -12,7 +12,7 @@ from realvr.errors import UserError
 from realvr.world.making import MakeSettings, ShowSettings, make, show
 from realvr.world.splits import Recipe, items, samples
 from realvr.world.trails.plan import Plan, parse_arrows, parse_grid
-from trail_solver import look, solve
+from trail_solver import described, look, solve
 
 KINDS = ("end", "arrows", "turn", "meet")
 PLANS = {
@@ -25,16 +25,6 @@ PLANS = {
     "place": (Plan(start="place"), (48, 48)),
 }
 """Plans and canvases of which the solver can read the pixels."""
-
-
-def described(item):
-    """The board as the solver's eye would see it, from the sample's own table."""
-    rows, columns = item.meta["trail"]["grid"]
-    board = [[None] * columns for _ in range(rows)]
-    for entry in item.meta["objects"]:
-        row, column = entry["cell"]
-        board[row][column] = entry["color"], entry["shape"].removeprefix("arrow ")
-    return board
 
 
 def agrees(item, board, low, high):

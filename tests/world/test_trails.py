@@ -10,19 +10,9 @@ from realvr.world.splits import SPLITS, Recipe, drawn, items
 from realvr.world.trails import follow
 from realvr.world.trails.plan import START_COLORS, Plan
 from realvr.world.words import WITHHELD_WORDS
-from trail_solver import look, solve
+from trail_solver import described, look, solve
 
 FAMILY = [name for name in SPLITS if name.startswith("trails")]
-
-
-def described(item):
-    """The board as the solver's eye would see it, from the sample's own table."""
-    rows, columns = item.meta["trail"]["grid"]
-    board = [[None] * columns for _ in range(rows)]
-    for entry in item.meta["objects"]:
-        row, column = entry["cell"]
-        board[row][column] = entry["color"], entry["shape"].removeprefix("arrow ")
-    return board
 
 
 def agrees(item, board):

@@ -48,7 +48,8 @@ class MakeSettings:
         seed: Fixes every scene and question.
         count: Questions; pairs for mmvp; pairs of each edit; questions in four cycles for hrbench. Left out: the usual.
         format: all writes our JSONL, which holds everything, and the real layout; jsonl or real writes one of them.
-        kinds: Kinds of question, for curriculum, dialogues, sequels, train-*, validation and counterfactual.
+        kinds: Kinds of question, for curriculum, dialogues, sequels, train-* (also trails), validation, counterfactual
+            and the splits of trails (end, arrows, turn, meet).
         withheld: Whether questions may (any), must not (exclude) or must (only) refer to something by a withheld word.
         grid: Cells of a board of trails, ROWSxCOLUMNS. Left out: 6x6.
         arrows: Fewest and most arrows on a trail. Left out: 1-7.
