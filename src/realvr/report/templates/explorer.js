@@ -272,7 +272,7 @@
       const one = current();
       thumbs.forEach(function (button, number) { button.setAttribute("aria-pressed", String(number === state.number)); });
       heading.textContent = "Case " + (state.number + 1) + " of " + data.cases.length + ": " + one.about;
-      if (one.failed) heading.append(make("span", { class: "tag", text: "✗ failure" }));
+      if (one.failed) heading.append(make("span", { class: "tag", text: "✗ failure", title: "The model answers one of its two pictures wrongly." }));
       question.textContent = one.question;
       sides.forEach(function (button, number) { button.setAttribute("aria-pressed", String(number === state.view)); });
       evidence.setAttribute("aria-pressed", String(state.evidence));
