@@ -30,7 +30,7 @@ KINDS = (*EASY_KINDS, *EASY_EXTRA_KINDS)
 
 
 def questions(count: int, seed: int) -> dict[str, list[Sample]]:
-    """Fresh questions: single ones with any words, a second picture after a first exchange, and mini-benchmarks."""
+    """Fresh questions: single ones with any words, a second picture after a first exchange, trails, mini-benchmarks."""
     single = samples(Recipe("curriculum-test", seed=seed, count=count, kinds=KINDS))
     sequels = samples(Recipe("sequels", seed=seed + 1000, count=count // 4, kinds=KINDS))
     small, seen = count // 4, Resize(48 * 48, 8)
@@ -40,7 +40,8 @@ def questions(count: int, seed: int) -> dict[str, list[Sample]]:
         Recipe("hrbench-4k", seed=seed, count=small // 4, size=(192, 192), resize=seen),
         Recipe("mme-realworld", seed=seed, count=small, size=(128, 128)),
     )
-    asked = {"single": list(single), "second turn": list(sequels)}
+    trails = samples(Recipe("trails", seed=seed, count=count))
+    asked = {"single": list(single), "second turn": list(sequels), "trails": list(trails)}
     return asked | {f"mini-{recipe.split}": list(samples(recipe)) for recipe in benches}
 
 
@@ -65,6 +66,10 @@ def measure(path: str, latents: int, count: int, seed: int, batch: int, device: 
         for sample, right in rows(responder, asked, latents, batch):
             if name.startswith("mini-"):
                 groups[name if "blink" not in name else f"{name} {sample.task}"].append(right)
+                continue
+            if name == "trails":
+                for part in ("all", sample.tags["arrows"]):
+                    groups[f"trails: {part}"].append(right)
                 continue
             withheld = "withheld words" if sample.tags.get("withheld") == "yes" else "seen words"
             groups[f"{name}: {withheld}"].append(right)
