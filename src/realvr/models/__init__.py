@@ -1,10 +1,10 @@
 """The checkpoints that come with the package, by name. No torch here.
 
-``mini-base`` is a small base without a latent span, ``mini`` the same after Stage 1, ``mini-direct`` its control with the
-same rows and steps without a span, ``mini-short`` a Stage 1 that saw short trails only, where Stage 2 starts. A name
-stands for the packaged checkpoint wherever a MODEL is asked for, whatever lies in the working directory; ``./mini`` is a
-directory there. Their weights are stored in 16 bits to stay small and are loaded as float32 unless another type is asked
-for.
+``mini-base`` is a small base without a latent span, ``mini`` the same after Stage 1, ``mini-direct`` its control with
+the same rows and steps without a span, ``mini-short`` a Stage 1 that saw short trails only, for Stage 2. A name
+stands for the packaged checkpoint wherever a MODEL is asked for, whatever lies in the working directory; ``./mini`` is
+a directory there. Their weights are stored in 16 bits to stay small and are loaded as float32 unless another type is
+asked for.
 """
 
 from __future__ import annotations
