@@ -67,9 +67,9 @@ def jobs() -> dict[str, Job]:
         _draw("practice", "practice", 16_000),
         _draw("sequels", "sequels", 12_000, *kinds),
         _draw("dialogues", "dialogues", 5_000, *kinds),
-        _draw("practice-sft", "practice", 8_000),
-        _draw("sequels-sft", "sequels", 8_000, *kinds),
-        _draw("boxes", "train-boxes", 8_000, "--size", "48", "--withheld", "exclude", *kinds),
+        _draw("practice-sft", "practice", 5_000),
+        _draw("sequels-sft", "sequels", 5_500, *kinds),
+        _draw("boxes", "train-boxes", 7_000, "--size", "48", "--withheld", "exclude", *kinds),
         _draw("held-out", "trails", 350, seed=100),  # for the curves alone
     ]
     world = tuple(f"draw-{name}" for name in ("curriculum", "practice", "sequels"))
@@ -110,7 +110,7 @@ def jobs() -> dict[str, Job]:
     made += [
         _train("direct-aux-s1", "sft", "sft", base, stage1, "--method", "direct-aux", *fresh),
         _train(
-            "direct-longer-s1", "sft", "sft", base, stage1, "--method", "direct-sft", "--optim.steps", "6000", *fresh
+            "direct-longer-s1", "sft", "sft", base, stage1, "--method", "direct-sft", "--optim.steps", "4500", *fresh
         ),
     ]
     for family in FAMILIES:
