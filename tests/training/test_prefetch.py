@@ -232,6 +232,26 @@ def test_the_norm_of_visual_tokens_is_held_at_one(model: Path, data: Path, tmp_p
     assert losses[-1] < 0.5 * losses[0]
 
 
+def test_visual_tokens_of_a_picture_are_kept_apart(model: Path, data: Path, tmp_path: Path) -> None:
+    """The penalty against a loop over all pairs of tokens of each picture; and it falls."""
+    raw = settings(model, data, tmp_path, spread_weight=1.0, next_token_weight=0, caption_weight=0, dense_weight=0)
+    task, _, _ = make("base", raw)
+    batches = task.collect(0).microbatches
+    each = []
+    for batch in batches:
+        with torch.no_grad():
+            for tokens in task.backbone.encode_images(batch.rows.images).per_image():
+                pairs = [(i, j) for i in range(len(tokens)) for j in range(len(tokens)) if i != j]
+                cosines = [float(torch.cosine_similarity(tokens[i], tokens[j], dim=0)) for i, j in pairs]
+                each.append(sum(max(cosine - 0.5, 0.0) ** 2 for cosine in cosines) / len(cosines))
+    loss = sum(task.module(batch)[0] for batch in batches)
+    assert float(loss) == pytest.approx(sum(each) / len(each), rel=1e-4) and float(loss) > 0
+    again, found, engine = make("base", raw)
+    assert loop.train(again, found, engine) == 0
+    losses = [json.loads(line)["loss/spread"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0]
+
+
 @pytest.mark.parametrize("kind", ["sft", "rl"])
 def test_stages_that_encode_themselves_refuse_workers_alone(kind: str, model: Path, data: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="data.workers needs data.keep_encoded"):

@@ -42,6 +42,9 @@ class BaseConfig(MethodConfig):
     feature_norm_weight: float = Field(default=0.0, ge=0)
     """Weight of the squared distance of each visual token's root mean square from 1; 0 is off. Keeps visual tokens of a
     size that a latent can reconstruct."""
+    spread_weight: float = Field(default=0.0, ge=0)
+    """Weight of a penalty on visual tokens of one picture that look alike (cosine over one half); 0 is off. Without it
+    equal things at two places may have nearly equal tokens, and a latent cannot tell the places apart."""
     position_jitter: int = Field(default=0, ge=0)
     """Largest random gap in the position ids, so that later stages may put latents there; 0 is off."""
 
@@ -55,7 +58,7 @@ class Base(Method[BaseSettings, BaseConfig, BaseBatch]):
 
     name, stage, Config = "base", "base", BaseConfig
     span = False
-    term_names = ("next_token", "caption", "dense", "feature_norm")
+    term_names = ("next_token", "caption", "dense", "feature_norm", "spread")
 
     def begin(self, run: Run[BaseSettings]) -> None:
         super().begin(run)
@@ -86,6 +89,7 @@ class Base(Method[BaseSettings, BaseConfig, BaseBatch]):
             "dense": sum(int((b.dense_NA >= 0).sum()) for b in batches),
             "examples": sum(len(b.rows.names) for b in batches),
             "visual": sum(len(b.dense_NA) for b in batches),
+            "images": sum(len(b.rows.images) for b in batches),
         }
         everyone = self.ranks.gather_objects(own)
         totals = {name: float(max(sum(each[name] for each in everyone), 1)) for name in own}
@@ -110,6 +114,8 @@ class Base(Method[BaseSettings, BaseConfig, BaseBatch]):
         yield Term("dense", c.dense_weight, self._dense(visual.features_ND, b), share)
         norms = _norm_error(visual.features_ND) / b.totals["visual"]
         yield Term("feature_norm", c.feature_norm_weight, norms, share)
+        alike = _likeness(visual) / b.totals["images"] if c.spread_weight else norms * 0
+        yield Term("spread", c.spread_weight, alike, share)
 
     def _read(self, rows: SftBatch, visual: VisualTokens) -> Tensor:
         embeds = self.backbone.embed(rows.ids_RT.masked_fill(rows.image_RT, 0))
@@ -191,3 +197,17 @@ def _norm_error(features_ND: Tensor) -> Tensor:
     """
     rms_N = features_ND.float().pow(2).mean(-1).add(1e-6).sqrt()
     return (rms_N - 1).pow(2).sum()
+
+
+def _likeness(visual: VisualTokens) -> Tensor:
+    """Sum over pictures of the mean over pairs of their visual tokens of ``max(cos - 1/2, 0) ** 2``."""
+    total = visual.features_ND.sum() * 0.0
+    by_count: dict[int, list[Tensor]] = {}
+    for tokens_ND in visual.per_image():
+        by_count.setdefault(len(tokens_ND), []).append(tokens_ND)
+    for count, pictures in by_count.items():
+        unit_PND = nn.functional.normalize(torch.stack(pictures).float(), dim=-1)
+        over_PNN = (unit_PND @ unit_PND.transpose(1, 2) - 0.5).clamp(min=0).pow(2)
+        own = over_PNN.diagonal(dim1=1, dim2=2).sum(-1)  # a token is like itself
+        total = total + ((over_PNN.sum((1, 2)) - own) / max(count * (count - 1), 1)).sum()
+    return total
