@@ -81,7 +81,7 @@ def numbers(value: Any) -> Iterator[float]:
 def test_the_promised_files_are_there_and_hold_numbers(finished: tuple[Path, str, str, Path]) -> None:
     out, stdout, stderr, network = finished
     summary = json.loads((out / "summary.json").read_text())
-    assert list(summary["arms"]) == ["Direct", "Stage 1", "Stage 1 short", "LVR-RL", "uniform", "ReaLVR"]
+    assert list(summary["arms"]) == ["Direct", "Stage 1", "Stage 1 short", "LVR-RL", "ReaLVR"]
     found = list(numbers(summary))
     assert len(found) > 150 and all(math.isfinite(number) for number in found)
     for arm in ARMS:
@@ -116,10 +116,10 @@ def test_the_tables_fit_into_a_hundred_columns(finished: tuple[Path, str, str, P
     for width in (100, 150):
         console = Console(width=width, file=io.StringIO(), record=True)
         for table in tables(summary, width):
-            assert console.measure(table).maximum <= width
             console.print(table)
         shown = console.export_text()
-        assert "…" not in shown and all(arm.name in shown for arm in ARMS)
+        assert max(map(len, shown.splitlines())) <= width
+        assert "…" not in shown and all(arm.name in shown for arm in ARMS)  # nothing is cut off
 
 
 def test_the_means_are_those_of_the_saved_answers(finished: tuple[Path, str, str, Path]) -> None:
@@ -172,14 +172,12 @@ def test_the_index_names_folders_that_exist_and_steps_count_right(finished: tupl
             assert sum(lines(out / journal) for journal in step.journals) == step.units, step.name
 
 
-def test_all_methods_saw_the_same_prompts(finished: tuple[Path, str, str, Path]) -> None:
+def test_both_methods_saw_the_same_prompts(finished: tuple[Path, str, str, Path]) -> None:
     out = finished[0]
-    first, second, third = (
-        json.loads((out / arm / "train" / "completions.jsonl").open().readline())
-        for arm in ("lvr-rl", "realvr", "uniform")
+    first, second = (
+        json.loads((out / arm / "train" / "completions.jsonl").open().readline()) for arm in ("lvr-rl", "realvr")
     )
     assert (first["sample"], first["completion"]) == (second["sample"], second["completion"])
-    assert (first["sample"], first["completion"]) == (third["sample"], third["completion"])
 
 
 def test_a_finished_demo_is_not_done_again(finished: tuple[Path, str, str, Path]) -> None:

@@ -85,14 +85,17 @@ class Arm(Part):
     diagnostics: tuple[str, ...] = ()
 
 
-class BySpan(Part):
-    """Of an arm with a latent span, and of one that answers directly."""
+class Answering(Part):
+    """Seconds for an answer: with a latent span, without one, and with latents that are not the model's own."""
 
     span: float
     direct: float
+    instead: float
 
 
 class UnitsBySpan(Part):
+    """Of an arm with a latent span, and of one that answers directly."""
+
     span: Factors
     direct: Factors
 
@@ -102,7 +105,7 @@ class Evaluation(Part):
     batch: int
     benchmarks: dict[str, int]
     """Benchmark -> questions for each of the count of its split."""
-    seconds: BySpan
+    seconds: Answering
 
 
 class Parts(Part):

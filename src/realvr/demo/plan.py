@@ -135,8 +135,10 @@ def _measurements(settings: DemoSettings, arm: Arm) -> list[Step]:
         )
 
     evaluation = chosen.evaluation
-    answers = questions_of(settings) * (1 + len(ABLATIONS) if span and arm.ablation else 1)
-    cost = answers * (evaluation.seconds.span if span else evaluation.seconds.direct)
+    questions, seconds = questions_of(settings), evaluation.seconds
+    instead = questions * len(ABLATIONS) if span and arm.ablation else 0
+    answers = questions + instead
+    cost = questions * (seconds.span if span else seconds.direct) + instead * seconds.instead
     splits = [BENCHMARKS.get(name).stand_in for name in evaluation.benchmarks]
     steps = [step("eval", "eval", evaluation.title, cost, splits, journals=(PREDICTIONS,), units=answers)]
     for name in arm.diagnostics:
