@@ -194,9 +194,13 @@ def _nearest(z: list[float], tokens: list[list[float]]) -> int:
 
 
 def test_a_model_on_trails_against_a_loop(
-    tmp_path: Path, build_tiny: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    build_tiny: Callable[[str], Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From the command line to records, one question and one product at a time on the other side."""
+    monkeypatch.setenv("COLUMNS", "240")  # the table names the model's folder, whose path is long
     plain = Backbone.load(build_tiny("internvl3"), device="cpu")
     plain.latents = 8
     model, data, out = str(plain.save(tmp_path / "model")), tmp_path / "samples.jsonl", tmp_path / "out"

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from realvr.backbone.backbone import Backbone, VisualTokens
 from realvr.backbone.loading import DEFAULT_LATENTS, trained_latents
@@ -142,6 +143,11 @@ class PackedMethod(Method[SftSettings, PC, SftBatch]):
     def encode_images(self, images: tuple[ImageInput, ...]) -> VisualTokens:
         """Frozen visual tokens: computed here, or looked up with ``data.keep_features``."""
         return self.features(images) if len(self.features) else self.backbone.encode_images(images)
+
+    def target_states(self, hidden_RTD: Tensor, b: SftBatch) -> tuple[Tensor, Tensor]:
+        """What is trained to be each target (N, D), and which come first in their span (N,)."""
+        # One position before each slot, which is never in column 0.
+        return hidden_RTD[b.slot_RT.roll(-1, dims=1)], ~b.slot_RT.roll(1, dims=1)[b.slot_RT]
 
     def generator(self, step: int) -> torch.Generator:
         """Random numbers of a step on this rank."""

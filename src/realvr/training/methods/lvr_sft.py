@@ -90,11 +90,6 @@ class LvrSft(PackedMethod[LvrSftConfig]):
         share, metrics = _latent_metrics(states_ND, targets_ND, first_N, b)
         yield Term("reconstruction", c.reconstruction_weight, error, share, metrics)
 
-    def target_states(self, hidden_RTD: Tensor, b: SftBatch) -> tuple[Tensor, Tensor]:
-        """What is trained to be each target (N, D), and which come first in their span (N,)."""
-        # One position before each slot, which is never in column 0.
-        return hidden_RTD[b.slot_RT.roll(-1, dims=1)], ~b.slot_RT.roll(1, dims=1)[b.slot_RT]
-
 
 def _latent_metrics(states_ND: Tensor, targets_ND: Tensor, first_N: Tensor, b: SftBatch) -> tuple[Tensor, Metrics]:
     """This microbatch's part of the step's examples with targets; and how near the states are to their targets."""
