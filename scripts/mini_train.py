@@ -23,9 +23,10 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from realvr.world.questions import EASY_EXTRA_KINDS, EASY_KINDS
+
 ROOT = Path("runs/mini")
-KINDS = ("color", "shape", "at_color", "at_shape", "position", "exist", "count", "relation_x", "relation_y", "holds")
-KINDS += ("extreme_color", "extreme_shape")
+KINDS = (*EASY_KINDS, *EASY_EXTRA_KINDS)
 FAMILIES = ("gemma3", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe")
 SEEDS = range(4)
 """Seed 0 chooses; the others report."""
@@ -159,10 +160,8 @@ def needed(every: dict[str, Job], patterns: list[str]) -> list[Job]:
 
 
 def _start(job: Job, python: str) -> subprocess.Popen[bytes]:
-    if job.command[0] == "world":
-        shutil.rmtree(job.done.parent, ignore_errors=True)  # a drawing that was cut off
-    elif job.command[0] == "new":
-        shutil.rmtree(job.done.parent, ignore_errors=True)
+    if job.command[0] in ("world", "new"):
+        shutil.rmtree(job.done.parent, ignore_errors=True)  # one that was cut off
     log = ROOT / "logs" / f"{job.name}.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -182,7 +181,7 @@ def _state(job: Job) -> str:
             row |= json.loads(line)
         except ValueError:
             continue  # being written
-    shown = ("step", "loss", "latents/cos_first", "latents/cos_target", "validation/accuracy", "time/step")
+    shown = ("step", "loss", "latents/cos_first", "latents/cos_target", "validation/accuracy", "seconds")
     return " ".join(f"{key.split('/')[-1]} {row[key]:.4g}" for key in shown if isinstance(row.get(key), (int, float)))
 
 

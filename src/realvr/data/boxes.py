@@ -73,6 +73,11 @@ def clip_box(xyxy: Sequence[float]) -> XYXY | None:
     return (x0, y0, x1, y1) if x0 < x1 and y0 < y1 else None
 
 
+def with_area(boxes: Sequence[Box]) -> list[Box]:
+    """The boxes that cover anything: the others are no evidence."""
+    return [box for box in boxes if clip_box(box.xyxy) is not None]
+
+
 def _token_range(low: float, high: float, patches: int, merge: int) -> tuple[int, int]:
     """Half-open range of tokens that ``[low, high]`` covers along one axis; never empty."""
     first = min(max(math.floor(low * patches), 0), patches - 1)

@@ -30,7 +30,7 @@ from realvr.diagnostics.numbers import controls_line
 from realvr.diagnostics.pairs import Pair, unrelated
 from realvr.errors import UserError
 from realvr.evaluation.published import published
-from realvr.latent.steps import check_steps, parse_steps
+from realvr.latent.steps import check_steps, parse_numbers, parse_steps
 from realvr.runs.journal import Record
 from realvr.widgets import DASH, Cell, Table, Widget, average, number
 
@@ -129,14 +129,8 @@ class ExchangeSettings(AnswerSettings):
 
 
 def parse_ks(text: str) -> tuple[int, ...]:
-    """``1,2,4`` as numbers, ascending, each once."""
-    try:
-        parts = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        raise UserError(f"--k is {text!r}: write numbers of positions separated by commas, such as 1,2,4") from None
-    if parts[0] < 1:
-        raise UserError(f"--k is {text!r}: at least one position is replaced")
-    return tuple(parts)
+    """Numbers of positions."""
+    return parse_numbers(text, "--k", "numbers of positions", "at least one position is replaced")
 
 
 def about_pair(pair: Pair, condition: str, error: str | None, **more: Any) -> Record:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from realvr.backbone.backbone import VisualTokens
 from realvr.backbone.types import Prompt
-from realvr.data.boxes import clip_box, evidence_masks, prompt_boxes
+from realvr.data.boxes import evidence_masks, prompt_boxes, with_area
 from realvr.data.sample import Box, Sample
 from realvr.errors import UserError
 from realvr.imaging.types import Grid
@@ -78,7 +78,7 @@ def chosen_boxes(sample: Sample, which: Evidence, latents: int) -> list[list[Box
 
     A box without area is no evidence. More boxes than latents are an error where each latent has its own.
     """
-    boxes = [box for box in prompt_boxes(sample) if clip_box(box.xyxy) is not None]
+    boxes = with_area(prompt_boxes(sample))
     if which != "per-slot":
         return [boxes if which == "all" else boxes[-1:]]
     if len(boxes) > latents:

@@ -18,12 +18,17 @@ def check_steps(steps: Iterable[int], latents: int, what: str = "an intervention
             )
 
 
-def parse_steps(text: str, option: str) -> tuple[int, ...]:
-    """``2,4,6`` as numbers, ascending, each once."""
+def parse_numbers(text: str, option: str, what: str, least: str) -> tuple[int, ...]:
+    """``2,4,6`` as numbers, ascending, each once. Errors say ``what`` they are, and why none is below 1: ``least``."""
     try:
-        steps = sorted({int(part) for part in text.split(",")})
+        numbers = sorted({int(part) for part in text.split(",")})
     except ValueError:
-        raise UserError(f"{option} is {text!r}: write steps of the span separated by commas, such as 2,4,6") from None
-    if steps[0] < 1:
-        raise UserError(f"{option} is {text!r}: steps are counted from 1")
-    return tuple(steps)
+        raise UserError(f"{option} is {text!r}: write {what} separated by commas, such as 2,4,6") from None
+    if numbers[0] < 1:
+        raise UserError(f"{option} is {text!r}: {least}")
+    return tuple(numbers)
+
+
+def parse_steps(text: str, option: str) -> tuple[int, ...]:
+    """Steps of a span."""
+    return parse_numbers(text, option, "steps of the span", "steps are counted from 1")

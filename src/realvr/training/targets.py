@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import model_validator
 
 from realvr.data import reasons
-from realvr.data.boxes import before_each_reply, center_token, clip_box, prompt_boxes, target_tokens, unshown_box
+from realvr.data.boxes import before_each_reply, center_token, prompt_boxes, target_tokens, unshown_box, with_area
 from realvr.data.sample import Box, Sample
 from realvr.imaging.types import Grid
 from realvr.training.sections import MethodConfig
@@ -81,7 +81,7 @@ def refusal(config: EvidenceConfig, sample: Sample, latents: int) -> tuple[str, 
     if (problem := unshown_box(sample)) is not None:
         return reasons.BOX_NOT_SHOWN, problem
     for part in replies(config, sample):
-        boxes = _with_area(part.boxes)
+        boxes = with_area(part.boxes)
         if config.span == "fixed" and config.too_many_boxes == "refuse" and 0 < latents < len(boxes):
             return TOO_MANY_BOXES, f"{len(boxes)} boxes, more than the {latents} targets of a span"
         images = sorted({box.image for box in boxes})
@@ -98,17 +98,13 @@ def spans(config: EvidenceConfig, sample: Sample, grids: Sequence[Grid], latents
     found = Spans([], [])
     for part in replies(config, sample):
         shown = [grids[index] for index in part.shown]
-        boxes = _with_area(prompt_boxes(part)) if latents else []
+        boxes = with_area(prompt_boxes(part)) if latents else []
         if config.span == "fixed":
             own = _fixed(config, boxes, given, shown, starts, latents, found.pools)
         else:
             own = _as_evidence(boxes, given, shown, starts)
         found.targets.append(own)
     return found
-
-
-def _with_area(boxes: Sequence[Box]) -> list[Box]:
-    return [box for box in boxes if clip_box(box.xyxy) is not None]
 
 
 def _in_given_order(config: EvidenceConfig, sample: Sample) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from realvr.backbone.backbone import VisualTokens
 from realvr.latent.span import decoder_pass, token_logprobs
-from realvr.maths import reconstruction
+from realvr.maths import evidence, reconstruction
 from realvr.training.base_rows import BaseBatch, BaseRows, Place
 from realvr.training.dropping import Draws
 from realvr.training.method import Method, Run, Term
@@ -206,7 +206,7 @@ def _likeness(visual: VisualTokens) -> Tensor:
     for tokens_ND in visual.per_image():
         by_count.setdefault(len(tokens_ND), []).append(tokens_ND)
     for count, pictures in by_count.items():
-        unit_PND = nn.functional.normalize(torch.stack(pictures).float(), dim=-1)
+        unit_PND = evidence.unit(torch.stack(pictures))
         over_PNN = (unit_PND @ unit_PND.transpose(1, 2) - 0.5).clamp(min=0).pow(2)
         own = over_PNN.diagonal(dim1=1, dim2=2).sum(-1)  # a token is like itself
         total = total + ((over_PNN.sum((1, 2)) - own) / max(count * (count - 1), 1)).sum()
