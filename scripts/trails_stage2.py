@@ -3,7 +3,7 @@
     python scripts/trails_stage2.py runs/trails-stage2 --model mini-short --seeds 1 2 3
     python scripts/trails_stage2.py runs/trails-stage2 --arms realvr uniform "realvr-eta-1=--method realvr --eta 1"
 
-Every arm has the same prompts in the same order for a seed (configs/mini/rl-trails.yaml; ``data.seed`` is the seed) and
+Every arm has the same prompts in the same order for a seed (settings ``mini/rl-trails``; ``data.seed`` is the seed) and
 is asked the same fresh questions, greedily, with its own latents. A call that was stopped, or that ran into
 ``--limit``, goes on where it was. OUT/summary.json and summary.md hold accuracy by number of arrows, seeds pooled, and
 differences between arms, paired over seeds and questions; intervals draw both again. ``--only-summary`` trains nothing.
@@ -31,7 +31,7 @@ from realvr.evaluation.records import PREDICTIONS, read_predictions
 from realvr.runs.files import write_atomically
 from realvr.training.records import load_run
 
-CONFIG = Path(__file__).resolve().parents[1] / "configs" / "mini" / "rl-trails.yaml"
+CONFIG = "mini/rl-trails"
 START = "stage-1"
 """The model that every arm starts from."""
 ARMS: dict[str, str] = {
@@ -243,7 +243,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=list(USUAL), help=f"of {', '.join(ARMS)}, or NAME=FLAGS")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--train", type=shlex.split, default=[], help="further flags of every training, in quotes")
-    parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--config", default=CONFIG)
     parser.add_argument("--arrows", default="1-7", help="fewest and most arrows of the trails")
     parser.add_argument("--taught", type=int, default=4, help="most arrows that Stage 1 has seen")
     parser.add_argument("--rows", type=int, default=12_000, help="trails to train on")

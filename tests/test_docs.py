@@ -21,12 +21,13 @@ from realvr.cli.dispatch import settings_type
 from realvr.diagnostics import DIAGNOSTICS
 from realvr.errors import UserError
 from realvr.registry import load_file
+from realvr.training import packaged
 from realvr.training.configuration import load_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 TOYS = ROOT / "tests" / "toys"
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+CONFIGS = [packaged.FOLDER / f"{name}.yaml" for name in packaged.names()]
 GROUPS = {name.split()[0] for name in COMMANDS if " " in name}
 FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -74,12 +75,20 @@ def test_tests_that_are_named_exist() -> None:
 
 
 def test_files_that_are_named_exist() -> None:
-    """Settings, scripts and the like, as the texts write them: `configs/own/sft.yaml`, `benchmarks/foundation.py`."""
-    pattern = r"(?<![\w/.])((?:configs|scripts|benchmarks|reference|tests)/[\w./-]+\.(?:yaml|py|sh|json))"
+    """Scripts, tests and the like, as the texts write them: `benchmarks/foundation.py`."""
+    pattern = r"(?<![\w/.])((?:scripts|benchmarks|reference|tests|src)/[\w./-]+\.(?:yaml|py|sh|json))"
     for path in PAGES:
         for name in re.findall(pattern, path.read_text()):
             # The tests of a part are also written without "tests/", as in "evaluation/test_published.py".
             assert (ROOT / name).is_file() or (ROOT / "tests" / name).is_file(), f"{path.name}: {name} does not exist"
+
+
+def test_settings_that_are_named_exist() -> None:
+    """By name, `own/sft`, or by the place of their file, `configs/own/sft.yaml`."""
+    pattern = r"[` ](?:(?:src/realvr/)?configs/((?:own|mini|paper)/[\w.-]+)\.yaml|((?:own|mini|paper)/[\w.-]+))(?=[` ])"
+    found = {(page, "".join(names)) for page in PAGES for names in re.findall(pattern, page.read_text())}
+    assert len(found) > 10
+    assert [(page.name, name) for page, name in found if name not in packaged.names()] == []
 
 
 # ---------------------------------------------------------------------- commands
@@ -131,11 +140,9 @@ def parse(verb: str, args: list[str]) -> None:
         return
     if command.raw:
         flags = [arg.replace("--resume", "--checkpoint.resume") for arg in args[1:] if arg != "--dry-run"]
-        kind, config = verb.split()[1], Path(args[0])
+        kind, config = verb.split()[1], args[0]
         # A file of the reader's own stands for any: the example for one's own data knows every setting as well.
-        known = ROOT / config if (ROOT / config).is_file() else ROOT / f"configs/own/{kind}.yaml"
-        known = known if known.is_file() else ROOT / "configs/mini/base.yaml"
-        load_settings(kind, known, flags)
+        load_settings(kind, config if "/" in config else {"base": "mini/base"}.get(kind, f"own/{kind}"), flags)
         return
     module = importlib.import_module(command.module)
     function = getattr(module, command.function)

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from realvr.training.configuration import load_settings
+from realvr.training.packaged import FOLDER
 from stage_runs import environment, lines, with_markers, world, write
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = sorted((ROOT / "configs" / "own").glob("*.yaml"))
+CONFIGS = sorted((FOLDER / "own").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
@@ -62,7 +63,7 @@ def test_the_second_run_of_two_processes_is_kept_out(tmp_path: Path) -> None:
 
     out = tmp_path / "run"
     data = write(world(32, size=48), tmp_path / "data")
-    config = ROOT / "configs" / "own" / "mini-sft.yaml"
+    config = FOLDER / "own" / "mini-sft.yaml"
     flags = ["--data.sources.0.path", str(data), "--run.out", str(out), "--optim.steps", "2"]
     with hold(out, "train sft"):
         done = subprocess.run([*launcher("sft", config), *flags], env=environment(), capture_output=True, text=True)

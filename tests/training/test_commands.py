@@ -41,8 +41,8 @@ def test_train_dry_run_and_overrides(config: Path, tmp_path: Path, capsys: pytes
 
 def test_wrong_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for args, message in (
-        ([], "give a settings file first"),
-        (["--optim.lr", "1"], "give a settings file first"),
+        ([], "give a settings file or its name first"),
+        (["--optim.lr", "1"], "give a settings file or its name first"),
         (["absent.yaml"], "absent.yaml: the settings cannot be read"),
     ):
         assert main(["train", "rl", *args]) == 2

@@ -19,10 +19,10 @@ from realvr.backbone.samples import conversation
 from realvr.cli import main
 from realvr.errors import UserError
 from realvr.evaluation.model_responder import prompt_hash
+from realvr.training import packaged
 from realvr.training.configuration import load_settings
 from stage_runs import LATENTS, config_file, configure, make, run, with_markers, world, write
 
-ROOT = Path(__file__).parents[2]
 LOW, HIGH = 6, 20
 """Visual tokens of the budget; the pictures below have far more."""
 
@@ -202,7 +202,7 @@ def test_the_papers_internvl_settings_keep_its_cap(size: tuple[int, int], stock:
         size={"height": 448, "width": 448}, crop_to_patches=True, min_patches=1, max_patches=12
     )
     picture = Image.new("RGB", size)
-    chosen = load_settings("rl", ROOT / "configs/paper/internvl3-8b-rl.yaml").model
+    chosen = load_settings("rl", "paper/internvl3-8b-rl").model
     free = ImageProcessor(FAMILIES["internvl3"], released, 256)
     capped = ImageProcessor(FAMILIES["internvl3"], released, 256, max_tiles=chosen.max_tiles)
     by_hand = released(images=[picture], crop_to_patches=True, max_patches=9, return_tensors="pt")["pixel_values"]
@@ -237,7 +237,7 @@ def test_a_file_with_another_k_is_refused_and_a_flag_overrides_it(
 
 
 def test_no_stage_two_configuration_fixes_k() -> None:
-    files = list((ROOT / "configs").rglob("*rl.yaml"))
+    files = packaged.names("rl")
     assert len(files) >= 8
     for path in files:
         assert load_settings("rl", path).model.latents is None, path

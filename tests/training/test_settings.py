@@ -10,17 +10,17 @@ import yaml
 from pydantic import ValidationError
 
 from realvr.errors import UserError
-from realvr.training import configuration
+from realvr.training import configuration, packaged
 from realvr.training.configuration import load_settings, save_resolved
 from realvr.training.method import METHODS
 from realvr.training.methods.lvr_sft import LvrSftConfig
 from realvr.training.methods.realvr import ReaLVRConfig
+from realvr.training.packaged import FOLDER
 from realvr.training.sections import OptimSettings
 from realvr.training.settings import RlSettings, SftSettings, TrainSettings
 from realvr.zoo.presets import PRESETS as BACKBONES
 
-ROOT = Path(__file__).parents[2]
-PAPER = sorted((ROOT / "configs/paper").glob("*.yaml"))
+PAPER = sorted((FOLDER / "paper").glob("*.yaml"))
 SMALL: dict[str, Any] = {"model": {"path": "m"}, "data": {"sources": [{"path": "d"}]}, "run": {"out": "o"}}
 
 
@@ -83,7 +83,7 @@ def test_paper_configs_hold_the_tables(path: Path) -> None:
 def test_defaults_are_those_of_the_paper_configs(kind: str, config: Path) -> None:
     """A file that says nothing about an hyperparameter trains like the paper's."""
     ours = load_settings(kind, config).model_dump()
-    paper = load_settings(kind, ROOT / f"configs/paper/qwen2.5-vl-7b-{kind}.yaml").model_dump()
+    paper = load_settings(kind, f"paper/qwen2.5-vl-7b-{kind}").model_dump()
     for section in ("model", "data", "run", "checkpoint"):
         ours.pop(section), paper.pop(section)
     assert configuration.differences(ours, paper) == {}
@@ -262,3 +262,39 @@ def test_every_field_is_documented_and_unknown_ones_are_refused() -> None:
         check(method.Config)
     with pytest.raises(ValidationError):
         TrainSettings.model_validate(SMALL | {"surprise": 1})
+
+
+# ---------------------------------------------------------------------- names of packaged files
+
+
+def test_a_packaged_file_is_found_by_name_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    wanted = load_settings("rl", FOLDER / "own" / "rl.yaml")
+    assert wanted.run.out == Path("runs/own/rl")
+    assert all(load_settings("rl", name) == wanted for name in ("own/rl", "own/rl.yaml", "configs/own/rl.yaml"))
+    (tmp_path / "own").mkdir()
+    write(tmp_path / "own" / "rl.yaml", optim={"steps": 7})
+    assert load_settings("rl", "own/rl.yaml").optim.steps == 7, "a file of the user's own comes first"
+    assert load_settings("rl", "own/rl") == wanted
+
+
+def test_every_packaged_file_is_one_of_a_training() -> None:
+    by_kind = {kind: packaged.names(kind) for kind in configuration.KINDS}
+    assert sorted(name for names in by_kind.values() for name in names) == packaged.names()
+    for kind, names in by_kind.items():
+        assert len(names) > 2
+        for name in names:
+            load_settings(kind, name)
+
+
+def test_a_name_that_is_none_is_refused_with_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        UserError, match=r"own/rll: the settings cannot be read \(No such file or directory\); did you mean own/rl\?"
+    ):
+        load_settings("rl", "own/rll")
+    with pytest.raises(UserError, match="realvr train rl --help"):
+        load_settings("sft", "nothing-of-the-kind.txt")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match="folder: the settings cannot be read .*directory"):
+        load_settings("sft", "folder")

@@ -3,9 +3,11 @@ settings of the file."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from realvr.errors import UserError
+from realvr.training import packaged
 from realvr.training.configuration import load_settings, show_help
 
 _EXAMPLES = """\
@@ -13,7 +15,9 @@ usage: realvr train {kind} CONFIG [--dry-run] [--take-over] [--resume auto|never
 
 {summary}
 
-CONFIG is a YAML file (configs/ holds the paper's). Every setting can be changed by a dotted flag; all are listed below.
+CONFIG is a YAML file, or the name of one that comes with realvr. Every setting can be changed by a dotted flag; all are
+listed below. Names for this training (files in {folder}):
+{named}
 --dry-run builds one batch, prints its shapes and a memory estimate, and trains nothing.
 --resume is short for --checkpoint.resume.
 --take-over takes run.out from a run on another machine that is gone for certain.
@@ -46,11 +50,15 @@ def base(args: Sequence[str]) -> int:
 def _train(kind: str, args: Sequence[str], summary: str) -> int:
     rest = list(args)
     if "-h" in rest or "--help" in rest:
-        print(_EXAMPLES.format(kind=kind, summary=summary))
+        named = packaged.names(kind)
+        shown = textwrap.fill(
+            ", ".join(named), 118, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+        )
+        print(_EXAMPLES.format(kind=kind, summary=summary, named=shown, folder=packaged.FOLDER))
         show_help(kind, rest)
         return 0
     if not rest or rest[0].startswith("-"):
-        raise UserError(f"give a settings file first: realvr train {kind} CONFIG (--help explains)")
+        raise UserError(f"give a settings file or its name first: realvr train {kind} CONFIG (--help lists the names)")
     config, dry, take_over = rest[0], "--dry-run" in rest, "--take-over" in rest
     flags = [_resume(flag) for flag in rest[1:] if flag not in ("--dry-run", "--take-over")]
     settings = load_settings(kind, config, flags)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from realvr.errors import UserError
 from realvr.registry import place_of
 from realvr.runs.files import write_atomically
-from realvr.training import method_settings
+from realvr.training import method_settings, packaged
 from realvr.training.settings import (
     BaseSettings,
     MethodConfig,
@@ -33,15 +33,15 @@ Kind = Literal["sft", "rl", "base"]
 KINDS: dict[str, type[StageSettings]] = {"sft": SftSettings, "rl": RlSettings, "base": BaseSettings}
 
 
-def load_settings(kind: str, yaml_path: str | Path, overrides: Sequence[str] = ()) -> StageSettings:
-    """Settings of one training from its YAML file and dotted flags such as ``--optim.lr 1e-5``.
+def load_settings(kind: str, config: str | Path, overrides: Sequence[str] = ()) -> StageSettings:
+    """Settings of one training from a YAML file, or the name of a packaged one, and flags such as ``--optim.lr 1e-5``.
 
     Later wins: defaults, then what ``method`` stands for, then the file, then flags. A ``--method`` flag also replaces
     what the file says about the settings that the method defines.
     """
     if kind not in KINDS:
         raise UserError(f"no training is called '{kind}': choose one of {', '.join(KINDS)}")
-    model, path = KINDS[kind], Path(yaml_path)
+    model, path = KINDS[kind], packaged.locate(config)
     name, flags = _method_flag(_switches(overrides))
     raw = read_yaml(path)
     if name:
