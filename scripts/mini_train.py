@@ -60,23 +60,25 @@ def _train(name: str, stage: str, config: str, model: str, after: tuple[str, ...
 def jobs() -> dict[str, Job]:
     """Every job by name."""
     kinds = ("--kinds", *KINDS)
+    lessons = ("--kinds", "points", "where", "at", "step", "step_at")  # single looks, no whole trail
     drawn = [
-        _draw("lessons", "trails-lessons", 40_000),
+        _draw("lessons", "trails-lessons", 40_000, *lessons),
         _draw("trails", "trails-train", 36_000),
+        _draw("trails-free", "trails-train", 4_000, "--answers", "free", seed=1),
         _draw("trails-short", "trails-train", 12_000, "--arrows", "1-4"),
-        _draw("curriculum", "curriculum", 40_000, *kinds),
-        _draw("practice", "practice", 16_000),
-        _draw("sequels", "sequels", 12_000, *kinds),
-        _draw("dialogues", "dialogues", 5_000, *kinds),
-        _draw("practice-sft", "practice", 5_000),
-        _draw("sequels-sft", "sequels", 5_500, *kinds),
-        _draw("boxes", "train-boxes", 7_000, "--size", "48", "--withheld", "exclude", *kinds),
+        _draw("curriculum", "curriculum", 8_000, *kinds),
+        _draw("practice", "practice", 5_000),
+        _draw("sequels", "sequels", 3_500, *kinds),
+        _draw("boxes", "train-boxes", 5_000, "--size", "48", "--withheld", "exclude", *kinds),
+        _draw("world-curriculum", "curriculum", 40_000, *kinds),  # for the base without trails
+        _draw("world-practice", "practice", 16_000),
+        _draw("world-sequels", "sequels", 12_000, *kinds),
+        _draw("world-dialogues", "dialogues", 5_000, *kinds),
         _draw("held-out", "trails", 350, seed=100),  # for the curves alone
     ]
-    world = tuple(f"draw-{name}" for name in ("curriculum", "practice", "sequels"))
-    lessons = ("draw-lessons", "draw-held-out")
+    world = tuple(f"draw-world-{name}" for name in ("curriculum", "practice", "sequels", "dialogues"))
+    looks, rest = ("draw-lessons", "draw-curriculum"), ("draw-practice", "draw-sequels")
     base = str(ROOT / "base" / "final")
-    world = (*world, "draw-dialogues")
     new = ["new", str(ROOT / "new"), "--family", "internvl3", "--size", "mini", "--seed", "0"]
     more = [
         "--run.seed",
@@ -97,9 +99,9 @@ def jobs() -> dict[str, Job]:
         Job("new", new, ROOT / "new" / "config.json"),
         _train("world-base-1", "base", "base-world", str(ROOT / "new"), ("new", *world)),
         _train("world-base", "base", "base-world", str(ROOT / "world-base-1" / "final"), ("world-base-1",), *more),
-        _train("base", "base", "base", str(ROOT / "world-base" / "final"), ("world-base", *world, *lessons)),
+        _train("base", "base", "base", str(ROOT / "world-base" / "final"), ("world-base", *looks, *rest)),
     ]
-    stage1 = ("base", "draw-trails", "draw-boxes", "draw-practice-sft", "draw-sequels-sft", "draw-held-out")
+    stage1 = ("base", "draw-trails", "draw-trails-free", "draw-boxes", *rest, "draw-held-out")
     for seed in SEEDS:
         seeded = ("--run.seed", str(seed), "--data.seed", str(seed))
         made += [
@@ -111,7 +113,7 @@ def jobs() -> dict[str, Job]:
     made += [
         _train("direct-aux-s1", "sft", "sft", base, stage1, "--method", "direct-aux", *fresh),
         _train(
-            "direct-longer-s1", "sft", "sft", base, stage1, "--method", "direct-sft", "--optim.steps", "4500", *fresh
+            "direct-longer-s1", "sft", "sft", base, stage1, "--method", "direct-sft", "--optim.steps", "4800", *fresh
         ),
     ]
     for family in FAMILIES:
@@ -119,7 +121,7 @@ def jobs() -> dict[str, Job]:
         new = ["new", str(out), "--family", family, "--size", "mini", "--seed", "0"]
         made += [
             Job(f"family-{family}-new", new, out / "config.json"),
-            _train(f"family-{family}-base", "base", "base-trails", str(out), (f"family-{family}-new", *lessons)),
+            _train(f"family-{family}-base", "base", "base-trails", str(out), (f"family-{family}-new", "draw-lessons")),
             _train(
                 f"family-{family}",
                 "sft",
