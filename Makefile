@@ -1,4 +1,4 @@
-# Two commands on a fresh machine: `make demo` and `make test`. Both create .venv first.
+# Two commands on a fresh machine: `make demo` and `make test`. Both create .venv first. `make docs` builds the site.
 PYTHON ?= python3
 VENV ?= .venv
 # Where a wheel index offers several builds of torch, this exact spelling picks the CPU one that CI uses.
@@ -6,14 +6,14 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint env browser clean
+.PHONY: demo test test-slow lint docs docs-serve env browser clean
 
 env: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[train,report,dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[train,report,dev,docs]"
 	touch $(STAMP)
 
 demo: $(STAMP)
@@ -37,6 +37,14 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site, into build/docs. A broken link or a page that is not in the navigation is an error.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo build/docs/index.html
+
+docs-serve: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -232,6 +232,7 @@ BENCHMARKS: Registry[Benchmark] = Registry(
     required=("title", "facts", "reader", "rule"),
     check=_complaint,
 )
+"""All benchmarks: those of this package and those of ``--plugin`` files."""
 
 
 def base_name(name: str) -> str:

@@ -236,6 +236,7 @@ METHODS: Registry[Method[Any, Any, Any]] = Registry(
     required=("stage", "Config", "term_names", "collect", "terms"),
     check=_complaint,
 )
+"""All methods: those of this package and those of ``--plugin`` files."""
 
 
 def build(settings: StageSettings, ranks: Ranks) -> Method[Any, Any, Any]:
