@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 LVR_START = "<|lvr_start|>"
 LVR_SLOT = "<|lvr|>"
 LVR_END = "<|lvr_end|>"
 MARKERS = (LVR_START, LVR_SLOT, LVR_END)
+Stock = Any
+"""A model, tokenizer, processor or configuration of ``transformers``: what it has differs by family and version."""
 
 
 @dataclass(frozen=True)

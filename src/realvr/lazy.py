@@ -18,7 +18,7 @@ def lazy_names(
     """
     renamed = renamed or {}
 
-    def load(name: str) -> Any:
+    def load(name: str) -> object:
         if name in homes:
             return getattr(importlib.import_module(homes[name]), name)
         if name in renamed:

@@ -24,7 +24,7 @@ from realvr.backbone.batch import Batch, collate
 from realvr.backbone.generation import end_ids, ignored_defaults
 from realvr.backbone.prompts import PromptEncoder
 from realvr.backbone.types import Prompt, Turn
-from realvr.families import Family
+from realvr.families import Family, Stock
 from realvr.imaging.processing import ImageProcessor
 from realvr.imaging.types import Grid, ImageInput
 
@@ -56,8 +56,8 @@ class Backbone:
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any,
+        model: Stock,
+        tokenizer: Stock,
         family: Family,
         processor: ImageProcessor,
         markers: Markers,
@@ -131,7 +131,7 @@ class Backbone:
         return ignored_defaults(self.model)
 
     @property
-    def text_config(self) -> Any:
+    def text_config(self) -> Stock:
         return self.model.config.get_text_config()
 
     @property

@@ -12,6 +12,7 @@ from transformers import AutoModelForImageTextToText
 
 from realvr.backbone.rendering import TemplateError, render
 from realvr.errors import UserError
+from realvr.families import Stock
 from realvr.runs.files import read_json
 
 REMEDY = "copy it from the original model"
@@ -71,7 +72,7 @@ def check_numbers(file: Path, fields: dict[str, Any]) -> None:
                 raise UserError(f"{file}: {name} is {value}, which no model has; {REMEDY}")
 
 
-def check_size(source: str, config: Any) -> None:
+def check_size(source: str, config: object) -> None:
     """Refuse a configuration whose model is far larger than the weights there are: transformers would fill the rest of
     it with random numbers, however much memory that takes, before it compares shapes."""
     try:
@@ -100,7 +101,7 @@ def _elements(directory: Path) -> Iterator[int]:
                 yield torch.Size(tensors.get_slice(name).get_shape()).numel()
 
 
-def check_template(source: str, tokenizer: Any) -> None:
+def check_template(source: str, tokenizer: Stock) -> None:
     """Refuse a chat template that cannot be rendered, or whose replies open with a think block."""
     if not tokenizer.chat_template:
         return  # reported when a prompt is built

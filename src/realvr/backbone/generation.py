@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from realvr.errors import UserError
+from realvr.families import Stock
 
 # Values at which stock ``generate`` does what greedy decoding does. A field that is absent has this value.
 _NEUTRAL: dict[str, Any] = {
@@ -21,7 +22,7 @@ _OTHERS = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequenc
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 
 
-def ignored_defaults(model: Any) -> dict[str, Any]:
+def ignored_defaults(model: object) -> dict[str, Any]:
     """Fields of a checkpoint's generation defaults that stock ``generate`` obeys and decoding here does not."""
     settings = getattr(model, "generation_config", None)
     if settings is None:
@@ -31,7 +32,7 @@ def ignored_defaults(model: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None and value != _NEUTRAL.get(name)}
 
 
-def end_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+def end_ids(model: Stock, tokenizer: Stock) -> tuple[int, ...]:
     """All ids that end a reply: those of the generation defaults and the tokenizer's own."""
     eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids = list(eos) if isinstance(eos, list | tuple) else ([eos] if eos is not None else [])

@@ -28,7 +28,7 @@ from realvr.backbone.checks import (
 )
 from realvr.backbone.released import save_weights, settle_output_layer
 from realvr.errors import UserError
-from realvr.families import FAMILIES, MARKERS, Family, family_of
+from realvr.families import FAMILIES, MARKERS, Family, Stock, family_of
 from realvr.imaging.processing import ImageProcessor, Limits
 from realvr.imaging.types import Grid
 from realvr.models import DTYPE as NAMED_DTYPE
@@ -187,7 +187,7 @@ def trained_latents(source: str) -> int | None:
     return _stored_latents(_remembered(config, source), source)
 
 
-def _remembered(config: Any, source: str) -> dict[str, Any]:
+def _remembered(config: object, source: str) -> dict[str, Any]:
     """What ``save`` has noted in a configuration; nothing for a checkpoint of others."""
     note = getattr(config, CONFIG_KEY, None) or {}
     if not isinstance(note, dict):
@@ -224,7 +224,7 @@ def _side_files(source: str) -> dict[str, str]:
     return found
 
 
-def _load_tokenizer(source: str) -> Any:
+def _load_tokenizer(source: str) -> Stock:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except BaseException as error:  # whatever a damaged file leads to; a panic in Rust is no Exception
@@ -238,7 +238,7 @@ def _load_tokenizer(source: str) -> Any:
     return tokenizer
 
 
-def _load_model(source: str, dtype: torch.dtype | str, device: torch.device) -> Any:
+def _load_model(source: str, dtype: torch.dtype | str, device: torch.device) -> Stock:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # its report of many lines; what it would say is said below
     try:
@@ -268,7 +268,7 @@ def _load_model(source: str, dtype: torch.dtype | str, device: torch.device) -> 
     return model.to(device)
 
 
-def add_markers(model: Any, tokenizer: Any) -> tuple[Markers, bool]:
+def add_markers(model: Stock, tokenizer: Stock) -> tuple[Markers, bool]:
     """Make sure the three marker tokens exist; returns their ids and whether they were new.
 
     The embedding table grows only when the tokenizer has outgrown it (Qwen checkpoints carry spare rows, InternVL's

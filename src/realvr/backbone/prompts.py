@@ -23,7 +23,7 @@ import torch
 from realvr.backbone.rendering import TemplateError, render
 from realvr.backbone.types import Prompt, Turn
 from realvr.errors import UserError
-from realvr.families import LVR_END, LVR_SLOT, LVR_START, MARKERS
+from realvr.families import LVR_END, LVR_SLOT, LVR_START, MARKERS, Stock
 from realvr.imaging.types import ImageInput
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class PlainText:
     they do in the stock tokenizer.
     """
 
-    def __init__(self, tokenizer: Any, control: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Stock, control: Sequence[str]) -> None:
         from tokenizers import AddedToken
 
         if getattr(tokenizer, "backend_tokenizer", None) is None:
@@ -153,7 +153,7 @@ class _Writer:
 class PromptEncoder:
     """Conversations to ``Prompt``, for one tokenizer and one image processor."""
 
-    def __init__(self, tokenizer: Any, family: Family, processor: ImageProcessor, context_length: int) -> None:
+    def __init__(self, tokenizer: Stock, family: Family, processor: ImageProcessor, context_length: int) -> None:
         self.tokenizer = tokenizer
         self.family = family
         self.processor = processor

@@ -11,8 +11,9 @@ import json
 import warnings
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from realvr.families import Stock
 from realvr.runs.files import write_json
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ HEAD = "lm_head.weight"
 _KEY = "tie_word_embeddings"
 
 
-def settle_output_layer(source: str, model: Any, missing: Collection[str]) -> set[str]:
+def settle_output_layer(source: str, model: Stock, missing: Collection[str]) -> set[str]:
     """Tie the output layer to the embedding table where the stored weights do, and only there.
 
     Stored and different from the table: a matrix of its own. Not stored: the table. ``missing`` are the tensors of the

@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 from realvr.backbone.templates import CHAT_TEMPLATES
+from realvr.families import Stock
 
 SECONDS = 10.0
 """Longest time for one conversation; the released templates take milliseconds."""
@@ -33,7 +34,7 @@ class TemplateError(ValueError):
     """A template that cannot render a conversation, with the reason."""
 
 
-def render(tokenizer: Any, messages: list[dict[str, Any]], generation_prompt: bool) -> str:
+def render(tokenizer: Stock, messages: list[dict[str, Any]], generation_prompt: bool) -> str:
     """What ``tokenizer.apply_chat_template(messages, tokenize=False)`` gives; ``TemplateError`` where it fails."""
     try:
         template = tokenizer.get_chat_template()
@@ -55,7 +56,7 @@ def _answer(request: str, own: bool) -> dict[str, str]:
     return _rendered(request) if own else _process(request)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> str | list[str]:
     return [str(item) for item in value] if isinstance(value, list | tuple) else str(value)
 
 

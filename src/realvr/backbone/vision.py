@@ -20,6 +20,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
+from realvr.families import Stock
+
 VISION_ATTENTION = "realvr_flash_chunks"
 
 
@@ -132,7 +134,7 @@ def window_order(token_grids_N2: Tensor, side: int) -> tuple[Tensor, Tensor]:
     return order, torch.bincount(window, minlength=int(windows.sum()))
 
 
-def tower_inputs(patch_grids_N2: Tensor, config: Any, device: torch.device) -> dict[str, Any]:
+def tower_inputs(patch_grids_N2: Tensor, config: Stock, device: torch.device) -> dict[str, Any]:
     """Keyword arguments for ``get_image_features`` of a Qwen core: every index tensor its tower would build in a
     loop."""
     merge = config.spatial_merge_size

@@ -110,14 +110,16 @@ def _run(name: str, args: list[str]) -> int:
     import tyro
 
     text = inspect.getdoc(function) or command.summary  # shown as it stands, examples included
-    settings = tyro.cli(settings_type(function), prog=f"realvr {name}", description=text, args=args)
+    options = settings_type(function)
+    assert options is not None, f"{name} has no settings class"
+    settings = tyro.cli(options, prog=f"realvr {name}", description=text, args=args)
     return int(function(settings) or 0)
 
 
-def settings_type(function: Callable[..., int]) -> Any:
+def settings_type(function: Callable[..., int]) -> type[Any] | None:
     """The dataclass whose fields are the options of a verb."""
     kinds = [kind for name, kind in get_type_hints(function).items() if name != "return"]
-    return kinds[0] if len(kinds) == 1 and is_dataclass(kinds[0]) else None
+    return kinds[0] if len(kinds) == 1 and isinstance(kinds[0], type) and is_dataclass(kinds[0]) else None
 
 
 def _plugins(args: list[str]) -> list[str]:

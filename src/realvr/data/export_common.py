@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -139,7 +139,7 @@ class JsonArray:
         self.first = False
 
 
-def each(samples: Iterable[Sample], written: Written, strict: bool, row: Any) -> None:
+def each(samples: Iterable[Sample], written: Written, strict: bool, row: Callable[[Sample], object]) -> None:
     """Apply ``row(sample)`` to every sample; those that raise `CannotHold` are counted, or stop a strict export."""
     for sample in samples:
         try:

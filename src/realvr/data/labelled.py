@@ -21,6 +21,7 @@ from realvr.data.sample import Box, ImageRef
 from realvr.data.streams import open_file
 from realvr.errors import UserError
 from realvr.imaging.files import LARGEST_SIDE, ImageError
+from realvr.runs.files import Json
 
 XYXY = tuple[float, float, float, float]
 SIZE_MISMATCH = "size_mismatch"
@@ -143,7 +144,7 @@ def coco(file: Path, images: Path | None, losses: Losses) -> tuple[list[Annotate
     return list(found.values()), list(dict.fromkeys(names.values()))
 
 
-def _coco_box(entry: Any, where: str, found: dict[Any, Annotated], names: dict[Any, str], losses: Losses) -> None:
+def _coco_box(entry: Json, where: str, found: dict[Any, Annotated], names: dict[Any, str], losses: Losses) -> None:
     ids = (entry.get("image_id"), entry.get("category_id")) if isinstance(entry, dict) else (None, None)
     if not all(isinstance(value, int | str) for value in ids) or ids[0] not in found:
         return losses.add(IMAGE_UNKNOWN, f"{where}: no image of id {ids[0]!r:.60}")

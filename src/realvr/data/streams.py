@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from realvr.data import reasons
 from realvr.data.json_list import CHUNK, LONGEST, elements
@@ -107,7 +107,7 @@ def _line_row(text: str, number: int, progress: float, last: bool) -> Row:
         return Row(number, error=BadRow(reason, str(error)), progress=progress)
 
 
-def _checked(value: Any, text: str, number: int, progress: float) -> Row:
+def _checked(value: object, text: str, number: int, progress: float) -> Row:
     """A decoded row, or what is wrong with it apart from its fields."""
     error = None
     if _has_surrogate(text):
@@ -126,12 +126,12 @@ def _has_surrogate(value: str) -> bool:
     return any("\udc80" <= character <= "\udcff" for character in value) if not value.isascii() else False
 
 
-def _half_character(value: Any) -> bool:
+def _half_character(value: object) -> bool:
     """Whether a JSON escape such as ``\\ud800`` left half a character, which can be neither printed nor written."""
     return any("\ud800" <= character <= "\udfff" for character in json.dumps(value, ensure_ascii=False))
 
 
-def _depth(value: Any) -> int:
+def _depth(value: object) -> int:
     """Levels of lists and objects. Without recursion: values near the recursion limit come here."""
     level, depth = [value], 0
     while level := [item for item in level if isinstance(item, dict | list)]:

@@ -11,6 +11,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict
 
+from realvr.runs.files import Json
+
 Numbers = Mapping[str, Any]
 """The numbers of ``arms.yaml`` in force, by name."""
 Factors = tuple[float | str, ...]
@@ -229,7 +231,7 @@ def product(factors: Sequence[float | str], numbers: Numbers) -> float:
     return prod(numbers[one] if isinstance(one, str) else one for one in factors)
 
 
-def filled(value: Any, numbers: Numbers) -> Any:
+def filled(value: Json, numbers: Numbers) -> Json:
     """A setting with ``$name`` replaced by the number of that name, everywhere inside it."""
     if isinstance(value, Mapping):
         return {key: filled(inner, numbers) for key, inner in value.items()}

@@ -12,26 +12,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from realvr.demo.choice import choice
+from realvr.runs.files import Json
 from realvr.widgets import DASH
 
-Json = dict[str, Any]
 
-
-def at(content: Any, place: Sequence[str]) -> Any:
+def at(content: Json, place: Sequence[str]) -> Json:
     """What stands at a place among numbers; None where there is no such place."""
     for key in place:
         content = content.get(key) if isinstance(content, Mapping) else None
     return content
 
 
-def findings(summary: Mapping[str, Any]) -> dict[str, Json]:
+def findings(summary: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The numbers that lead, by name."""
     return {
         name: {key: at(summary, place) for key, place in places.items()} for name, places in choice().findings.items()
     }
 
 
-def leading(found: Mapping[str, Json]) -> list[str]:
+def leading(found: Mapping[str, dict[str, Any]]) -> list[str]:
     """The first lines, in words."""
     return [Words().vformat(text, (), found) for text in choice().leading]
 
@@ -39,14 +38,14 @@ def leading(found: Mapping[str, Json]) -> list[str]:
 class Words(string.Formatter):
     """Format strings over numbers, of which some may not be there."""
 
-    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
         first, _, rest = field_name.partition("[")
         value: Any = kwargs[first]
         for key in rest.removesuffix("]").split("][") if rest else ():
             value = None if value is None else value[int(key) if isinstance(value, list) else key]
         return value, first
 
-    def format_field(self, value: Any, format_spec: str) -> str:
+    def format_field(self, value: Json, format_spec: str) -> str:
         if value is None or value == [None, None]:
             return DASH
         if format_spec in ("ci", "ci%"):

@@ -14,6 +14,7 @@ from realvr.demo.choice import Arm, Training, choice, product
 from realvr.evaluation.benchmark import BENCHMARKS
 from realvr.evaluation.records import PREDICTIONS
 from realvr.evaluation.scoring import ABLATIONS
+from realvr.runs.files import Json
 
 WORLD = Path("world")
 ARMS = choice().arms
@@ -34,7 +35,7 @@ class DemoSettings:
     def numbers(self) -> dict[str, Any]:
         return {name: both[self.quick] for name, both in choice().numbers.items()} | dict(self.changed)
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Json:
         return self.numbers[name]
 
     def replaced(self, **changes: Any) -> DemoSettings:

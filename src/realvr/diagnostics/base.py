@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, cast, get_args, overload
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
 
@@ -37,6 +37,8 @@ Item = Any
 """A `realvr.data.sample.Sample`, or a `realvr.diagnostics.pairs.Pair` where the diagnostic needs pairs."""
 Summary = dict[str, Any]
 """Numbers with their n and intervals; JSON values. `numbers` has the usual ones: `rate`, `mean`, `macro`."""
+OwnSummary = Any
+"""A `Summary` in the shape that one diagnostic gives it: a dict, typed where that diagnostic is written."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class DiagnosticSettings(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _one_line(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _one_line(cls, values: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """What is wrong with a setting, in one line, from the command line as from Python."""
         try:
             return handler(values)
@@ -93,7 +95,11 @@ class Samples(Sequence[Any]):
     def __len__(self) -> int:
         return len(self.items)
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
         return self.items[index]
 
 
@@ -102,7 +108,7 @@ class Shown:
     """One model in a figure or table: its name, its summary, and the number that decides its colour."""
 
     name: str
-    summary: Any
+    summary: OwnSummary
     number: int = 0
 
 
@@ -175,7 +181,7 @@ class Diagnostic(Generic[S]):
         """Records of one batch: JSON values, one per sample (see `keys`), `failed` for one that cannot be read."""
         raise NotImplementedError
 
-    def summarise(self, records: Sequence[Record]) -> Any:
+    def summarise(self, records: Sequence[Record]) -> OwnSummary:
         """Numbers of all records, with n and intervals. A pure function without torch."""
         raise NotImplementedError
 
@@ -193,7 +199,7 @@ class Diagnostic(Generic[S]):
             raise UserError(f"{place_of(type(self))}: draw must return a list of widgets ({kinds})")
         return widgets
 
-    def summarised(self, records: Sequence[Record]) -> Any:
+    def summarised(self, records: Sequence[Record]) -> OwnSummary:
         """What `summarise` returns, where it can be written."""
         summary = self.summarise(records)
         if not isinstance(summary, dict):
@@ -201,7 +207,7 @@ class Diagnostic(Generic[S]):
         self._check_json(summary, "summarise must return JSON values")
         return summary
 
-    def _check_json(self, content: Any, rule: str) -> None:
+    def _check_json(self, content: object, rule: str) -> None:
         try:
             json.dumps(content)
         except (TypeError, ValueError) as error:
@@ -255,11 +261,11 @@ class Diagnostic(Generic[S]):
         """Settings that must not change when a folder is continued."""
         return dict(self.settings.model_dump(mode="json"))
 
-    def extend(self, summary: Any, others: Mapping[str, Any], folder: Path) -> Any:
+    def extend(self, summary: OwnSummary, others: Mapping[str, Any], folder: Path) -> OwnSummary:
         """The summary with those of diagnostics that were run with it in the same folder, by their names."""
         return summary
 
-    def notes(self, records: Sequence[Record], summary: Any, count: int) -> list[str]:
+    def notes(self, records: Sequence[Record], summary: OwnSummary, count: int) -> list[str]:
         """What a reader of the numbers must know, after a run over ``count`` samples."""
         errors = [(record[self.item], record["error"]) for record in records if record.get("error") is not None]
         if not errors:
@@ -267,14 +273,14 @@ class Diagnostic(Generic[S]):
         first = f"first: {errors[0][0]}: {errors[0][1]}"
         return [f"{len(dict(errors))} of {count} {self.unit} cannot be read; these are left out ({first})"]
 
-    def table(self, summary: Any, name: str) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    def table(self, summary: OwnSummary, name: str) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
         """Header and rows for the terminal; by default the first table of `draw`."""
         first = next(iter(tables_of(self.drawn([Shown(name, summary)]))), None)
         return (
             ([], []) if first is None else (list(first.header), [[_text(cell) for cell in row] for row in first.rows])
         )
 
-    def markdown(self, summary: Any, name: str) -> str:
+    def markdown(self, summary: OwnSummary, name: str) -> str:
         """The content of NAME.md; by default every table of `draw`."""
         parts = [f"# {self.title}: {name}\n", f"{self.question} {self.reading}\n"]
         for table in tables_of(self.drawn([Shown(name, summary)])):
@@ -286,7 +292,7 @@ class Diagnostic(Generic[S]):
             ]
         return "\n".join(parts)
 
-    def csv_rows(self, summary: Any, name: str) -> list[dict[str, Any]]:
+    def csv_rows(self, summary: OwnSummary, name: str) -> list[dict[str, Any]]:
         """The rows of NAME.csv; by default every cell of `draw`'s tables, unrounded where it is a number."""
         return [
             {
@@ -301,7 +307,7 @@ class Diagnostic(Generic[S]):
             for column, cell in zip(table.header[1:], row[1:], strict=True)
         ]
 
-    def numbers(self, summary: Any | None) -> dict[str, Any]:
+    def numbers(self, summary: OwnSummary | None) -> dict[str, Any]:
         """The few numbers that stand for the whole in an overview of several models; None where it was not run."""
         return {}
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired
@@ -267,7 +267,7 @@ def _names(result: Shown) -> list[str]:
     return names if len(set(names)) == len(names) else [first, f"{names[1]} (second)"]
 
 
-def _called(model: Any, otherwise: str) -> str:
+def _called(model: Mapping[str, Any] | None, otherwise: str) -> str:
     """A model by its name, or by the name of its run where it is the ``final`` or ``best`` one there."""
     name, path = str((model or {}).get("name") or otherwise), Path(str((model or {}).get("path") or ""))
     return path.parent.name if name in ("final", "best") and path.parent.name else name

@@ -13,15 +13,15 @@ The first turn is the same in all of them and is asked once. `counterfactual_sum
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from realvr.answers import POLICIES
 from realvr.diagnostics import counterfactual_summary, results
-from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, Samples, Shown
+from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.counterfactual_summary import RATES, summarise_pairs
 from realvr.diagnostics.distances import Distances
 from realvr.diagnostics.model import Model
@@ -78,9 +78,9 @@ class CounterfactualSettings(AnswerSettings):
 
     @field_validator("protocol", "first_span")
     @classmethod
-    def _some(cls, value: tuple[str, ...], info: Any) -> tuple[str, ...]:
+    def _some(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         if not value:
-            raise UserError(f"--{info.field_name.replace('_', '-')} is empty: name at least one")
+            raise UserError(f"--{str(info.field_name).replace('_', '-')} is empty: name at least one")
         return value
 
     def variants(self, latents: int) -> list[Variant]:
@@ -90,8 +90,8 @@ class CounterfactualSettings(AnswerSettings):
         return [*chosen, ("separate", "none")] if "separate" in self.protocol else chosen
 
 
-def _flip(name: str, pairs: str) -> Any:
-    def cell(summary: Any) -> Cell:
+def _flip(name: str, pairs: str) -> Callable[[OwnSummary], Cell]:
+    def cell(summary: OwnSummary) -> Cell:
         numbers = summary["protocols"].get(FLIP) or summary["protocols"].get(_NO_SPAN)
         if numbers is None:
             return Cell(DASH)
@@ -161,7 +161,7 @@ class Counterfactual(Diagnostic[CounterfactualSettings]):
             moved = distances.summarise(read_records(folder / f"{Distances.name}.jsonl", distances.key))
         return summary | (moved or {})
 
-    def notes(self, records: Sequence[Record], summary: Any, count: int) -> list[str]:
+    def notes(self, records: Sequence[Record], summary: OwnSummary, count: int) -> list[str]:
         errors = [(record["pair"], error) for record in records for error in record["errors"] if error is not None]
         if not errors:
             return []
@@ -169,7 +169,7 @@ class Counterfactual(Diagnostic[CounterfactualSettings]):
         first = f"first: {errors[0][0]}: {errors[0][1]}"
         return [f"{len(dict(errors))} of {count} pairs cannot be read; these {what} ({first})"]
 
-    def numbers(self, summary: Any | None) -> dict[str, Any]:
+    def numbers(self, summary: OwnSummary | None) -> dict[str, Any]:
         def rate(found: dict[str, Any]) -> dict[str, Any]:
             return {"rate": found["rate"], "ci": [found["low"], found["high"]]}
 
@@ -181,13 +181,13 @@ class Counterfactual(Diagnostic[CounterfactualSettings]):
 
     # ------------------------------------------------------------------ tables and figures
 
-    def table(self, summary: Any, name: str) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    def table(self, summary: OwnSummary, name: str) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
         return counterfactual_summary.HEADER, counterfactual_summary.table_rows(summary)
 
-    def markdown(self, summary: Any, name: str) -> str:
+    def markdown(self, summary: OwnSummary, name: str) -> str:
         return counterfactual_summary.report(summary, name)
 
-    def csv_rows(self, summary: Any, name: str) -> list[dict[str, Any]]:
+    def csv_rows(self, summary: OwnSummary, name: str) -> list[dict[str, Any]]:
         return counterfactual_summary.csv_rows(summary)
 
     @classmethod

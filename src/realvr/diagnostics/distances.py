@@ -21,7 +21,7 @@ from typing import Any, NotRequired
 from typing_extensions import TypedDict
 
 from realvr.diagnostics import results as shapes
-from realvr.diagnostics.base import Diagnostic, Needs, Samples, Shown
+from realvr.diagnostics.base import Diagnostic, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.counterfactual_summary import DISTANCES, summarise_distances
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import controls_line
@@ -70,7 +70,7 @@ class Distances(Diagnostic):
     def summarise(self, records: Sequence[Record]) -> dict[str, Any]:
         return summarise_distances(records)
 
-    def notes(self, records: Sequence[Record], summary: Any, count: int) -> list[str]:
+    def notes(self, records: Sequence[Record], summary: OwnSummary, count: int) -> list[str]:
         line = controls_line(summary.get("controls"))
         return [*super().notes(records, summary, count), *([line] if line else [])]
 

@@ -14,15 +14,15 @@ directions are tested. `measuring.exchange` does it, `exchange_summary` has the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from realvr.diagnostics import exchange_drawing, exchange_summary, results
-from realvr.diagnostics.base import Diagnostic, Highlight, Needs, Samples, Shown
+from realvr.diagnostics.base import Diagnostic, Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.counterfactual import AnswerSettings
 from realvr.diagnostics.exchange_summary import record_key, summarise_exchange
 from realvr.diagnostics.model import Model
@@ -91,7 +91,7 @@ class ExchangeSettings(AnswerSettings):
 
     @field_validator("seeds", "rows")
     @classmethod
-    def _positive(cls, value: int, info: Any) -> int:
+    def _positive(cls, value: int, info: ValidationInfo) -> int:
         if value < 1:
             raise UserError(f"--{info.field_name} is {value}: it must be at least 1")
         return value
@@ -139,7 +139,7 @@ def about_pair(pair: Pair, condition: str, error: str | None, **more: Any) -> Re
     return about | more | {"error": error}
 
 
-def _full_lift(summary: Any) -> Cell:
+def _full_lift(summary: OwnSummary) -> Cell:
     full = [row for row in summary["rows"] if row["condition"] == "swap" and row["selector"] == "full"]
     return average(full[0]["donor_lift"], 1) if full else Cell(DASH)
 
@@ -194,8 +194,9 @@ class Exchange(Diagnostic[ExchangeSettings]):
         from realvr.diagnostics.measuring.exchange import ExchangeOptions, exchange_pairs
 
         settings, controls = self.settings, [self._controls[pair.id] for pair in samples]
-        more = {"policy": settings.policy, "sampling": model.sampling, "rows": settings.rows}
-        options = ExchangeOptions(**vars(self._swaps), **more)
+        options = ExchangeOptions(
+            **vars(self._swaps), policy=settings.policy, sampling=model.sampling, rows=settings.rows
+        )
         return exchange_pairs(model.backbone, list(samples), controls, options)
 
     def key(self, record: Record) -> Hashable:
@@ -222,12 +223,12 @@ class Exchange(Diagnostic[ExchangeSettings]):
     def summarise(self, records: Sequence[Record]) -> dict[str, Any]:
         return summarise_exchange(records)
 
-    def notes(self, records: Sequence[Record], summary: Any, count: int) -> list[str]:
+    def notes(self, records: Sequence[Record], summary: OwnSummary, count: int) -> list[str]:
         line = controls_line(summary.get("controls"))
         return [*super().notes(records, summary, count), *([line] if line else [])]
 
-    def numbers(self, summary: Any | None) -> dict[str, Any]:
-        def mean(row: Any, name: str) -> dict[str, Any] | None:
+    def numbers(self, summary: OwnSummary | None) -> dict[str, Any]:
+        def mean(row: Mapping[str, Any] | None, name: str) -> dict[str, Any] | None:
             if row is None:
                 return None
             return {"mean": row[name]["mean"], "ci": [row[name]["low"], row[name]["high"]], "n": row[name]["pairs"]}
@@ -242,13 +243,13 @@ class Exchange(Diagnostic[ExchangeSettings]):
 
     # ------------------------------------------------------------------ tables and figures
 
-    def table(self, summary: Any, name: str) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    def table(self, summary: OwnSummary, name: str) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
         return exchange_summary.HEADER, exchange_summary.table_rows(summary)
 
-    def markdown(self, summary: Any, name: str) -> str:
+    def markdown(self, summary: OwnSummary, name: str) -> str:
         return exchange_summary.report(summary, name)
 
-    def csv_rows(self, summary: Any, name: str) -> list[dict[str, Any]]:
+    def csv_rows(self, summary: OwnSummary, name: str) -> list[dict[str, Any]]:
         return exchange_summary.csv_rows(summary)
 
     @classmethod

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from realvr.diagnostics.base import Shown
@@ -84,15 +85,19 @@ def _parting(results: Sequence[Shown]) -> list[Table]:
     return [Table("From step t on, counted from where the trails part", header, rows, note)] if rows else []
 
 
+def _swapped(selector: str, row: Mapping[str, Any]) -> bool:
+    return row["condition"] == "swap" and row["selector"] == selector
+
+
 def _series(rows: Sequence[Any], key: str) -> list[Line]:
-    def points(test: Any) -> list[Point]:
+    def points(test: Callable[[Any], bool]) -> list[Point]:
         chosen = [row for row in rows if test(row) and row[key]["mean"] is not None]
         return [Point(row["k"], row[key]["mean"], row[key]["low"], row[key]["high"]) for row in chosen]
 
     made = [
         Line(
             words,
-            points(lambda row, s=selector: row["condition"] == "swap" and row["selector"] == s),
+            points(partial(_swapped, selector)),
             place,
             place == 1,
         )
@@ -105,7 +110,7 @@ def _series(rows: Sequence[Any], key: str) -> list[Line]:
 _NAMES = {"contrast": "largest contrast", "random": "random", "full": "whole span"}
 
 
-def _called(row: Any) -> str:
+def _called(row: Mapping[str, Any]) -> str:
     """What the table calls a row."""
     if row["condition"] != "swap":
         return {"unrelated": "unrelated donor"}.get(row["condition"], str(row["condition"]))

@@ -10,7 +10,7 @@ and intervals resample pairs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from realvr.answers import equal
@@ -109,7 +109,9 @@ def _shift(record: Record, sham: Record) -> float:
     return record["margin"] - sham["margin"]
 
 
-def _per_pair(records: Sequence[Record], sham: dict[Any, Record], value: Any) -> dict[str, float]:
+def _per_pair(
+    records: Sequence[Record], sham: dict[Any, Record], value: Callable[[Record, Record], float]
+) -> dict[str, float]:
     found: dict[str, list[float]] = {}
     for record in records:
         found.setdefault(record["pair"], []).append(value(record, sham[record["pair"], record["direction"]]))
@@ -117,7 +119,7 @@ def _per_pair(records: Sequence[Record], sham: dict[Any, Record], value: Any) ->
 
 
 def _row(row: _Row, records: Sequence[Record], lifts: dict[str, float], shifts: dict[str, float]) -> dict[str, Any]:
-    def share(test: Any) -> dict[str, Any]:
+    def share(test: Callable[[Record], bool]) -> dict[str, Any]:
         return rate(sum(map(test, records)), len(records))
 
     return {

@@ -12,7 +12,7 @@ from pydantic import Field
 from realvr.data.boxes import unshown_box
 from realvr.data.sample import Sample
 from realvr.diagnostics import results
-from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, Samples, Shown
+from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import mean
 from realvr.errors import UserError
@@ -123,7 +123,7 @@ class Grounding(Diagnostic[GroundingSettings]):
             **{name: mean([record[name] for record in good]) for name in _NUMBERS},
         }
 
-    def numbers(self, summary: Any | None) -> dict[str, Any]:
+    def numbers(self, summary: OwnSummary | None) -> dict[str, Any]:
         called = {"evidence_margin": "margin", "cos_positive": "cos_positive", "oracle_margin": "oracle_margin"}
         if summary is None:
             return dict.fromkeys(called)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from realvr.errors import UserError
 from realvr.evaluation.responder import Responder
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from realvr.backbone.types import Prompt
     from realvr.data.sample import Sample
     from realvr.diagnostics.measuring.reading import Reading
+    from realvr.latent.sampling import Sampling
 
 
 class Model:
@@ -36,7 +37,7 @@ class Model:
         return found
 
     @property
-    def sampling(self) -> Any:
+    def sampling(self) -> Sampling:
         """How answers are decoded."""
         return self.responder.sampling  # type: ignore[attr-defined]
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from realvr.diagnostics.base import DIAGNOSTICS, Diagnostic, Item, Samples
 from realvr.diagnostics.files import write_csv
@@ -27,6 +27,9 @@ from realvr.runs.folder import RunFolder, open_run_folder
 from realvr.runs.guard import note
 from realvr.runs.journal import Journal, merge, summarising
 from realvr.runs.progress import Bar, busy
+
+if TYPE_CHECKING:
+    from realvr.evaluation.model_responder import ModelResponder
 
 
 def diagnose(
@@ -150,7 +153,7 @@ def load_model(diagnostics: Sequence[Diagnostic], settings: DiagnoseSettings, ra
     return load(settings.model, spans, settings.latents, second)
 
 
-def _responder(settings: DiagnoseSettings, path: str, ranks: Ranks) -> Any:
+def _responder(settings: DiagnoseSettings, path: str, ranks: Ranks) -> ModelResponder:
     from realvr.backbone.backbone import Backbone
     from realvr.evaluation.model_responder import ModelResponder
     from realvr.latent.sampling import Sampling
@@ -170,7 +173,7 @@ def _responder(settings: DiagnoseSettings, path: str, ranks: Ranks) -> Any:
     return ModelResponder(backbone, sampling, path=path)
 
 
-def _latents(needing: str | None, path: str, responder: Any, asked: int | None, show: bool) -> int:
+def _latents(needing: str | None, path: str, responder: ModelResponder, asked: int | None, show: bool) -> int:
     """K to measure with: what was asked for where that makes sense, else the checkpoint's. ``needing``: the diagnostic
     that needs a span."""
     trained = int(responder.latents)

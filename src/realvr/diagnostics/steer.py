@@ -8,7 +8,7 @@ back, which must change nothing to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from pydantic import Field, field_validator
 
 from realvr.data.sample import Sample
 from realvr.diagnostics import results
-from realvr.diagnostics.base import Diagnostic, Highlight, Needs, Samples, Shown
+from realvr.diagnostics.base import Diagnostic, Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.counterfactual import AnswerSettings
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.steer_moves import check, steerable
@@ -121,13 +121,13 @@ class Steer(Diagnostic[SteerSettings]):
     def summarise(self, records: Sequence[Record]) -> dict[str, Any]:
         return summarise_steer(records)
 
-    def notes(self, records: Sequence[Record], summary: Any, count: int) -> list[str]:
+    def notes(self, records: Sequence[Record], summary: OwnSummary, count: int) -> list[str]:
         lines = super().notes(records, summary, count)
         if self._left_out:
             lines.append(f"{self._left_out} samples have no trail and list no places to move to; they are left out")
         return lines + [f"z_{step['step']}: {_skipped(step)}" for step in summary["steps"] if step["skipped"]]
 
-    def numbers(self, summary: Any | None) -> dict[str, Any]:
+    def numbers(self, summary: OwnSummary | None) -> dict[str, Any]:
         """By step: answers that follow the move, that keep the old answer, and that go there with the own place put."""
         places = {
             "steer_follows": ("moved", "new"),
@@ -153,7 +153,7 @@ class Steer(Diagnostic[SteerSettings]):
         return [*_figures(results), _moved(results), _shams(results), *_progress(results), *told]
 
 
-def _skipped(step: Any) -> str:
+def _skipped(step: Mapping[str, Any]) -> str:
     reasons = "; ".join(f"{count} because {reason}" for reason, count in step["skipped"].items())
     return f"{sum(step['skipped'].values())} questions are not moved: {reasons}"
 
@@ -188,7 +188,7 @@ def _figures(results: Sequence[Shown]) -> list[Widget]:
     return [Figures("Answers and latents after a moved latent", figures, keys)] if figures else []
 
 
-def _percent(found: Any) -> tuple[float, float, float] | None:
+def _percent(found: Mapping[str, Any]) -> tuple[float, float, float] | None:
     """A rate or a mean of percentages, with its interval."""
     if "mean" in found:
         return None if found["mean"] is None else (found["mean"], found["low"], found["high"])

@@ -7,11 +7,12 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from markupsafe import Markup
 from pydantic import Field
 
 from realvr.data.boxes import unshown_box
 from realvr.diagnostics import results
-from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, Samples, Shown
+from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import mean, rate
 from realvr.errors import UserError
@@ -96,7 +97,7 @@ class Walk(Diagnostic[WalkSettings]):
             },
         }
 
-    def notes(self, records: Sequence[Record], summary: Any, count: int) -> list[str]:
+    def notes(self, records: Sequence[Record], summary: OwnSummary, count: int) -> list[str]:
         found = super().notes(records, summary, count)
         if summary["longer"]:
             which = f"{summary['longer']} of {summary['questions']} questions"
@@ -106,7 +107,7 @@ class Walk(Diagnostic[WalkSettings]):
             found.append(f"{share_of} are closer to a token of a thumbnail; the nearest of the tiles counts")
         return found
 
-    def numbers(self, summary: Any | None) -> dict[str, Any]:
+    def numbers(self, summary: OwnSummary | None) -> dict[str, Any]:
         called = {"walk_inside": "inside", "walk_cosine": "cosine"}
         if summary is None:
             return dict.fromkeys(called)
@@ -116,7 +117,7 @@ class Walk(Diagnostic[WalkSettings]):
             for name, one in values.items()
         }
 
-    def table(self, summary: Any, name: str) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    def table(self, summary: OwnSummary, name: str) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
         """What fits a terminal."""
         names = ("inside", "on_the_way", "whole", "chance", "cosine")
         cells = [f"{cell.text} {cell.below}".strip() for cell in _cells(summary, names)]
@@ -276,7 +277,7 @@ def _lines(
     x_label: str,
     y_label: str,
     chance: bool,
-) -> Any:
+) -> Markup:
     drawn, spoken = [], []
     for one, points in series:
         known = [(x, found[name], _center(found[name])) for x, found in points]

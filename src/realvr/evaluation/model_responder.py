@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.types import Prompt
@@ -57,7 +58,7 @@ class ModelResponder:
             **({"ignored_generation_defaults": ignored} if ignored else {}),
         }
 
-    def prepare(self, image: Any) -> ImageInput:
+    def prepare(self, image: str | Path | bytes | Image.Image) -> ImageInput:
         """An image as the turns of a request may carry it, ready for the model: work that a caller may do ahead."""
         return self.backbone.processor(image)
 

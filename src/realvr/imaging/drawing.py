@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
+
+Font = ImageFont.ImageFont | ImageFont.FreeTypeFont
 
 FACTOR = 3
 """How much larger lines and text are drawn before they are scaled down."""
@@ -69,7 +70,7 @@ class Pen:
 
 
 @cache
-def font_for(text: str, size: int) -> Any:
+def font_for(text: str, size: int) -> Font:
     """Pillow's own font; where that lacks a letter of the text, the first of the machine's that has all of them."""
     own = ImageFont.load_default(size)
     if _writes(own, text):
@@ -84,15 +85,13 @@ def font_for(text: str, size: int) -> Any:
     return own
 
 
-def _writes(font: Any, text: str) -> bool:
+def _writes(font: Font, text: str) -> bool:
     """Whether a font has all letters of a text: what it lacks looks like a character that no font has."""
     unknown = bytes(font.getmask("\uffff"))
     return all(letter.isspace() or bytes(font.getmask(letter)) != unknown for letter in set(text))
 
 
-def wrapped(
-    line: str, width: int, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, pen: ImageDraw.ImageDraw
-) -> list[str]:
+def wrapped(line: str, width: int, font: Font, pen: ImageDraw.ImageDraw) -> list[str]:
     """One line as several that are no wider than ``width``; a word that is wider is broken."""
     done: list[str] = []
     current = ""

@@ -13,11 +13,12 @@ import math
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from realvr.errors import UserError
+from realvr.families import Stock
 from realvr.imaging.types import Grid, ImageInput
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def picture_hash(image: Image.Image) -> str:
     return digest.hexdigest()
 
 
-def image_name(source: Any) -> str:
+def image_name(source: object) -> str:
     """How an image is named in an error message."""
     if isinstance(source, bytes):
         return f"image data ({len(source)} bytes)"
@@ -86,7 +87,7 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def read_header(file: Any) -> Image.Image:
+def read_header(file: str | Path | BinaryIO) -> Image.Image:
     """An image of which only the header has been read. No other code opens images with Pillow.
 
     Pillow only warns between half of `MAX_IMAGE_PIXELS` and all of it; those sizes are allowed here.
@@ -96,7 +97,7 @@ def read_header(file: Any) -> Image.Image:
         return Image.open(file)
 
 
-def _open(file: Any, name: str) -> Image.Image:
+def _open(file: str | Path | BinaryIO, name: str) -> Image.Image:
     try:
         image = read_header(file)
     except Image.DecompressionBombError as error:
@@ -151,7 +152,7 @@ class Limits:
     max_tiles: int | None = None
 
     @classmethod
-    def from_note(cls, note: Any, where: str) -> Limits:
+    def from_note(cls, note: object, where: str) -> Limits:
         """What a checkpoint has kept; ``where`` names it in errors."""
         if not isinstance(note, dict):
             raise UserError(f"{where} is {note!r}: an object is expected; copy it from the original checkpoint")
@@ -190,7 +191,7 @@ class ImageProcessor:
     def __init__(
         self,
         family: Family,
-        stock: Any,
+        stock: Stock,
         tokens_per_tile: int | None,
         min_tokens: int | None = None,
         max_tokens: int | None = None,
@@ -221,7 +222,7 @@ class ImageProcessor:
         cls,
         path: str | Path,
         family: Family,
-        config: Any,
+        config: Stock,
         min_tokens: int | None = None,
         max_tokens: int | None = None,
         tiles: bool | None = None,
@@ -345,7 +346,7 @@ class ImageProcessor:
         return min(int(self.stock.min_patches), self.max_tiles), self.max_tiles
 
 
-def _fixed_grid(config: Any, stock: Any) -> tuple[int, int]:
+def _fixed_grid(config: Stock, stock: Stock) -> tuple[int, int]:
     """(visual tokens per tile, side in patches of one token) of a family with a fixed count.
 
     The count the configuration declares must be the one the vision tower gives, or features and placeholders would not
@@ -368,6 +369,6 @@ def _fixed_grid(config: Any, stock: Any) -> tuple[int, int]:
     return declared, merge
 
 
-def _side(value: Any) -> int:
+def _side(value: int | list[int] | tuple[int, ...]) -> int:
     """Sizes are a number (Gemma) or a pair (InternVL) in the configurations; only squares are supported."""
     return int(value[0]) if isinstance(value, (list, tuple)) else int(value)

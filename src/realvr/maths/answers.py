@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from typing import Any
 
 _HOMES = {
     "LETTERS": "realvr.answers.text",
@@ -18,7 +17,7 @@ _HOMES = {
 _RENAMED = {"same": "equal"}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home, now = _HOMES[name], _RENAMED.get(name, name)

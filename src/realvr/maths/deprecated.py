@@ -48,7 +48,7 @@ _HOME: dict[str, dict[str, tuple[Any, str]]] = {
 """Module to its deprecated names, each with what to use instead."""
 
 
-def find(module: str, name: str) -> Any:
+def find(module: str, name: str) -> object:
     """The deprecated ``name`` of a module of ``realvr.maths``, with a warning; AttributeError where there is none."""
     if name not in _HOME[module]:
         raise AttributeError(f"module 'realvr.maths.{module}' has no attribute {name!r}")

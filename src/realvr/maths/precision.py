@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -31,7 +29,7 @@ def safe_divide(total: Tensor, count: Tensor | float) -> Tensor:
     return total / torch.where(divisor == 0, torch.ones_like(divisor), divisor)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     from realvr.maths import deprecated
 
     return deprecated.find("precision", name)

@@ -14,7 +14,7 @@ Departures from the paper, and what it leaves open:
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -77,5 +77,5 @@ def _members(example_N: Tensor, examples: int) -> Tensor:
     return example_N == torch.arange(examples, device=example_N.device)[:, None]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     return deprecated.find("reconstruction", name)

@@ -7,7 +7,7 @@ of the weights, and the training run whose folder holds these weights, belong to
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ def _read(folder: Path, results: Results) -> list[Result]:
     return made
 
 
-def _settings(folder: Path, name: str, summary: Any, file: Path) -> Settings:
+def _settings(folder: Path, name: str, summary: Mapping[str, Any], file: Path) -> Settings:
     """What a diagnostic was run with, from its own file or from its summary."""
     own = folder / f"{name}{_SETTINGS}"
     return SETTINGS_FILE.load(own) if own.is_file() else SETTINGS_FILE.parse(summary.get("settings") or {}, file)

@@ -134,5 +134,5 @@ def _eval_options(record: EvalRecord) -> list[str]:
     return [*words, "--policy", str(settings.get("policy", "strict"))]
 
 
-def _count(seeds: Any) -> int:
+def _count(seeds: object) -> int:
     return len(seeds) if isinstance(seeds, list) and seeds else 1

@@ -11,6 +11,9 @@ from typing import Any
 
 from realvr.errors import UserError
 
+Json = Any
+"""A JSON value whose shape whoever reads it checks."""
+
 
 def sync(path: Path) -> None:
     """Wait until a file, or the entries of a folder, have reached the disk."""
@@ -55,7 +58,7 @@ def publish(part: Path, path: Path) -> None:
         sync(path.parent)
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: object) -> None:
     """Write a JSON file, whole or not at all, in a folder that is made where it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(content, indent=2) + "\n")
@@ -74,7 +77,7 @@ def read_json(path: Path, remedy: str = "write it again with the command that ma
     return found
 
 
-def differences(before: Any, now: Any, name: str = "") -> list[str]:
+def differences(before: object, now: object, name: str = "") -> list[str]:
     """What differs between two records, in words, value by value."""
     if isinstance(before, dict) and isinstance(now, dict):
         keys = [*before, *(key for key in now if key not in before)]
@@ -84,6 +87,6 @@ def differences(before: Any, now: Any, name: str = "") -> list[str]:
     return [] if before == now else [f"{name} was {_short(before)}, now {_short(now)}"]
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "…"

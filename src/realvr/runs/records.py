@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from pydantic import InstanceOf, TypeAdapter, ValidationError
 
 from realvr.errors import UserError
-from realvr.runs.files import read_json, write_json
+from realvr.runs.files import Json, read_json, write_json
 
 T = TypeVar("T")
 Text = InstanceOf[str]
@@ -49,7 +49,7 @@ class ResultFile(Generic[T]):
         self.validate(json.loads(json.dumps(content)))  # as it will be read
         write_json(path, content)
 
-    def parse(self, content: Any, path: Path) -> T:
+    def parse(self, content: Json, path: Path) -> T:
         """JSON that was read from ``path``, as its type."""
         self._refuse_newer(content, path)
         try:
@@ -66,7 +66,7 @@ class ResultFile(Generic[T]):
             what = str(error)
         raise UserError(f"{path}: not what {self.author} writes ({what}); {self.remedy}")
 
-    def validate(self, content: Any) -> T:
+    def validate(self, content: Json) -> T:
         """The same content as its type, further keys included; ValueError where it is not of that type."""
         self._adapter.validate_python(content, strict=True)
         if self.check is not None:
@@ -77,7 +77,7 @@ class ResultFile(Generic[T]):
     def _adapter(self) -> TypeAdapter[T]:
         return TypeAdapter(self.shape)
 
-    def _refuse_newer(self, content: Any, path: Path) -> None:
+    def _refuse_newer(self, content: object, path: Path) -> None:
         found = content.get("version") if isinstance(content, dict) else None
         if self.version and type(found) is int and found > self.version:
             raise UserError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,7 +151,7 @@ def _objects(sample: Sample) -> list[dict[str, Any]]:
     return [item for item in found if isinstance(item, dict) and "box" in item] if isinstance(found, list) else []
 
 
-def _classes(sources: Any, attribute: str) -> list[str]:
+def _classes(sources: Iterable[Iterable[Sample]], attribute: str) -> list[str]:
     """Values of an attribute in the data, after the class for "no object"."""
     values = {str(item.get(attribute, NOTHING)) for samples in sources for s in samples for item in _objects(s)}
     return [NOTHING, *sorted(values - {NOTHING})]

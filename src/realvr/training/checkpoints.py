@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from realvr import __version__
 from realvr.data.census import SHOWN
 from realvr.errors import UserError, out_of_memory
-from realvr.runs.files import publish, read_json, sync
+from realvr.runs.files import Json, publish, read_json, sync
 from realvr.runs.hashes import difference, digests
 from realvr.training.configuration import differences
 from realvr.training.dropping import ReadsData
@@ -291,7 +291,7 @@ def _progress(values: dict[str, Any], step: int) -> Progress:
     return progress
 
 
-def _known_best(best: Any, step: int) -> bool:
+def _known_best(best: Json, step: int) -> bool:
     kinds = {"metric": str, "value": float, "step": int, "identity": str}
     typed = isinstance(best, dict) and {name: type(value) for name, value in best.items()} == kinds
     return typed and best["metric"] in VALIDATION_METRICS and 0 < best["step"] <= step

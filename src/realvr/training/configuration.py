@@ -109,7 +109,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any
     return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
 
 
-def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(value: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted keys and values of dumped settings."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
     if items is None:
@@ -168,7 +168,7 @@ def refuse_unknown(
                     refuse_unknown(inner, item, path, f"{dotted}.{index}.")
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
+def _section(annotation: object) -> type[BaseModel] | None:
     """The settings class of a field, or of the items of a list field."""
     candidates = (annotation, *get_args(annotation))
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
@@ -293,7 +293,7 @@ def _plain_class(model: type[BaseModel], method: type[MethodConfig] | None) -> t
     return made
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Settings as an instance of their plain class."""
     if isinstance(value, BaseModel):
         names = type(value).model_fields

@@ -294,7 +294,7 @@ def nonfinite_examples(engine: Engine, update: Update, collected: Collected[Any]
     return f"examples {shown}" if names else f"{len(batches)} microbatches"
 
 
-def example_names(batch: Any) -> list[str]:
+def example_names(batch: object) -> list[str]:
     """The names of a microbatch's examples, where it has any: a dict or an object with ``names``."""
     names = batch.get("names") if isinstance(batch, dict) else getattr(batch, "names", None)
     return [str(name) for name in names] if isinstance(names, list | tuple) else []

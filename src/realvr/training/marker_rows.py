@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from realvr.backbone.backbone import Backbone
 from realvr.errors import UserError
+from realvr.families import Stock
 
 NAME = "marker_rows"
 """The parameter, on the table whose rows it replaces; a tied head reads those of the embedding."""
@@ -34,7 +35,7 @@ def train_marker_rows(backbone: Backbone) -> None:
 
 
 @torch.no_grad()
-def fold_marker_rows(model: Any) -> None:
+def fold_marker_rows(model: Stock) -> None:
     """Write trained rows into their tables and make the model a plain one again. A model without them is left alone."""
     for table in (model.get_input_embeddings(), model.get_output_embeddings()):
         own = {key: hook for key, hook in table._forward_hooks.items() if isinstance(hook, _Input | _Output)}

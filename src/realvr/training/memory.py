@@ -70,7 +70,7 @@ def _in_words(ways: list[str]) -> str:
     return ", or ".join(filter(None, (", ".join(ways[:-1]), ways[-1])))
 
 
-def shapes(value: Any, name: str = "batch") -> Iterator[tuple[str, str]]:
+def shapes(value: object, name: str = "batch") -> Iterator[tuple[str, str]]:
     """Every tensor inside a microbatch, as (path, "dtype (shape)"). Looks into dicts, lists, tuples and objects with
     plain attributes; images are summed up."""
     if isinstance(value, list | tuple) and value and all(isinstance(item, ImageInput) for item in value):
@@ -105,7 +105,7 @@ def images(inputs: Sequence[ImageInput]) -> str:
     return f"{count}, {each} visual tokens each, {sum(tokens):,} in all; pixels {listed}{more}"
 
 
-def measured_peak(engine: Engine, microbatch: Any) -> int | None:
+def measured_peak(engine: Engine, microbatch: object) -> int | None:
     """Bytes of activations and gradients in one forward and backward pass, measured; None without a GPU.
 
     The gradients are thrown away and no parameter changes.

@@ -176,7 +176,7 @@ class Step(nn.Module):
             self.add_module(name, module)
         self.method = method
 
-    def forward(self, microbatch: Any, term: str | None = None) -> tuple[Tensor, Metrics]:
+    def forward(self, microbatch: object, term: str | None = None) -> tuple[Tensor, Metrics]:
         terms: dict[str, tuple[float, Tensor]] = {}
         metrics: Metrics = {}
         given: Any = self.method.terms(microbatch)
@@ -198,7 +198,7 @@ class Step(nn.Module):
         metrics["loss"] = (loss, metrics["loss"][1])
         return loss, {name: (value.detach().float(), count) for name, (value, count) in metrics.items()}
 
-    def _refuse_odd(self, found: Any) -> None:
+    def _refuse_odd(self, found: object) -> None:
         """What a method from outside may get wrong, with the place of its class."""
         place, listed = f"{place_of(type(self.method))}: terms()", ", ".join(self.method.term_names)
         if not isinstance(found, Term):

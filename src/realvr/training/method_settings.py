@@ -88,7 +88,7 @@ def arrange(settings: type[StageSettings], raw: Mapping[str, Any]) -> Raw:
     return found
 
 
-def _fill(found: Raw, inner: Raw, key: str, value: Any, method: type[Method[Any, Any, Any]]) -> None:
+def _fill(found: Raw, inner: Raw, key: str, value: object, method: type[Method[Any, Any, Any]]) -> None:
     section, _, field = key.rpartition(".")
     home = inner
     if section:
@@ -125,5 +125,5 @@ def choose(settings: type[StageSettings], raw: Raw, name: str) -> Raw:
     return kept
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -28,7 +28,7 @@ class _Made(Dataset[Any]):
     def __init__(self, make: Callable[[Any], Any]) -> None:
         self.make = make
 
-    def __getitem__(self, order: Any) -> Any:
+    def __getitem__(self, order: object) -> object:
         return self.make(order)
 
 
@@ -72,13 +72,13 @@ def prefetch(
 class _Plain(pickle.Pickler):
     """Tensors as arrays: torch's own way through a pipe opens a file for each."""
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         if isinstance(value, torch.Tensor):
             return torch.from_numpy, (value.numpy(),)
         return NotImplemented
 
 
-def _send(pipe: Connection, value: Any) -> None:
+def _send(pipe: Connection, value: object) -> None:
     buffer = io.BytesIO()
     _Plain(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     pipe.send_bytes(buffer.getbuffer())

@@ -20,7 +20,7 @@ from realvr.training.task import Metrics
 def rollout_metrics(rolled: Sequence[Rolled], device: torch.device, world: int) -> Metrics:
     """Rewards, lengths and ends of all completions of this rank."""
 
-    def pair(total: Any, count: float) -> tuple[Tensor, Tensor]:
+    def pair(total: Tensor | float, count: float) -> tuple[Tensor, Tensor]:
         return torch.tensor(float(total), device=device), torch.tensor(float(count), device=device)
 
     flat = [completion for part in rolled for group in part.rollout.completions for completion in group]

@@ -7,7 +7,7 @@ Sections stand here and in ``sections.py``; what belongs to a method stands with
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, PrivateAttr, SerializeAsAny, field_validator, model_validator
 
@@ -175,13 +175,13 @@ class StageSettings(TrainSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _arrange(cls, raw: Any) -> Any:
+    def _arrange(cls, raw: object) -> object:
         """Also accept the method by its name alone, and its settings without the section."""
         return method_settings.arrange(cls, raw) if isinstance(raw, dict) else raw
 
     @field_validator("method", mode="before")
     @classmethod
-    def _typed(cls, value: Any) -> Any:
+    def _typed(cls, value: object) -> object:
         """Settings of a method are checked by its own class."""
         if not isinstance(value, dict):
             return value

@@ -17,12 +17,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from realvr.runs.files import naming, sync
+from realvr.runs.files import Json, naming, sync
 
 _TENSOR, _TUPLE, _PAIRS = "__tensor__", "__tuple__", "__pairs__"
 
 
-def write_state(stem: Path, value: Any) -> None:
+def write_state(stem: Path, value: object) -> None:
     """Write ``stem.json`` and ``stem.safetensors``. ``value`` may hold dicts, lists, tuples, tensors, numbers, strings,
     booleans and None; anything else raises TypeError."""
     tensors: dict[str, Tensor] = {}
@@ -31,7 +31,7 @@ def write_state(stem: Path, value: Any) -> None:
     write_text(stem.with_name(stem.name + ".json"), json.dumps(tree, ensure_ascii=True))
 
 
-def read_state(stem: Path) -> Any:
+def read_state(stem: Path) -> Json:
     """What ``write_state`` wrote, tensors on the CPU."""
     tensors = read_tensors(stem.with_name(stem.name + ".safetensors"))
     return _decode(json.loads(stem.with_name(stem.name + ".json").read_text(encoding="utf-8")), tensors)
@@ -62,7 +62,7 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
+def _encode(value: object, tensors: dict[str, Tensor]) -> object:
     if isinstance(value, Tensor):
         name = f"t{len(tensors)}"
         tensors[name] = value.clone() if value._is_view() else value
@@ -82,7 +82,7 @@ def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
     raise TypeError(f"a state may hold JSON values and tensors, not {type(value).__name__}")
 
 
-def _decode(value: Any, tensors: dict[str, Tensor]) -> Any:
+def _decode(value: object, tensors: dict[str, Tensor]) -> object:
     if isinstance(value, list):
         return [_decode(item, tensors) for item in value]
     if not isinstance(value, dict):

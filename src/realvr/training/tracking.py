@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from realvr.runs.files import Json
 from realvr.runs.guard import note
 from realvr.runs.journal import Appender, keep_lines
 from realvr.runs.progress import Bars, Ticker, duration
@@ -202,7 +203,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _json(value: Any) -> Any:
+def _json(value: Json) -> Json:
     """The value as JSON can hold it, numbers that are not finite as null."""
     if isinstance(value, dict):
         return {name: _json(item) for name, item in value.items()}
@@ -211,7 +212,7 @@ def _json(value: Any) -> Any:
     return _finite(value) if isinstance(value, float) else value
 
 
-def _cell(value: Any, cut: bool) -> str:
+def _cell(value: object, cut: bool) -> str:
     """A cell of the table on the console."""
     if isinstance(value, list | tuple):  # options
         text = "\n".join(f"{chr(ord('A') + place)}. {item}" for place, item in enumerate(value))

@@ -53,7 +53,7 @@ class Table:
         return found | ({"published": True} if self.published else {})
 
 
-def _data(cell: Cell | str) -> Any:
+def _data(cell: Cell | str) -> object:
     if isinstance(cell, str):
         return cell
     return {"text": cell.text, "below": cell.below, "value": cell.value} if cell.value is not None else cell.text

@@ -144,7 +144,7 @@ def _background(background: Background, width: int, height: int) -> Pixels:
 
 
 @lru_cache(maxsize=16)
-def font(size: int) -> Any:
+def font(size: int) -> ImageFont.ImageFont | ImageFont.FreeTypeFont:
     """Pillow's own font, so that no font file of the machine matters."""
     return ImageFont.load_default(size)
 

@@ -15,6 +15,7 @@ from realvr.data import reasons
 from realvr.data.reasons import BadRow
 from realvr.data.sample import LETTERS, Box, ImageRef, Source, strip_image_tags
 from realvr.imaging.files import ImageError
+from realvr.runs.files import Json
 
 BoxUnit = Literal["fractions", "pixels", "auto"]
 PIXELS_ABOVE = 2.0
@@ -170,7 +171,7 @@ class Format:
     """The files that a folder stands for, in order; None: every parquet file in it. Raises `FileError`."""
 
 
-def require(row: dict[str, Any], key: str) -> Any:
+def require(row: dict[str, Any], key: str) -> Json:
     """Value of a field that must be there and not null."""
     value = row.get(key)
     if value is None:

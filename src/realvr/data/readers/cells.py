@@ -18,7 +18,7 @@ def inline_id(ctx: Context, column: str = "image") -> str:
     return f"{ctx.file.name}#{ctx.row}/{column}"
 
 
-def cell_image(cell: Any, name: str) -> ImageRef:
+def cell_image(cell: object, name: str) -> ImageRef:
     """A parquet cell: bytes, a struct with ``bytes``, or base64 text. ``name`` becomes the image's id."""
     if isinstance(cell, dict):
         cell = cell.get("bytes")
@@ -64,7 +64,7 @@ def _table_image(row: dict[str, Any], index: str, ctx: Context, column: str) -> 
     return image
 
 
-def _parquet_image(cell: Any, ctx: Context, column: str) -> ImageRef:
+def _parquet_image(cell: object, ctx: Context, column: str) -> ImageRef:
     """Shared with earlier rows only while somebody holds those: parquet images live in memory."""
     text = cell if isinstance(cell, str) else cell.get("bytes") if isinstance(cell, dict) else cell
     if not isinstance(text, str | bytes):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from realvr.data import reasons
 from realvr.data.readers.base import (
@@ -22,6 +22,8 @@ from realvr.data.reasons import BadRow
 from realvr.data.sample import Box, ImageRef, Message, Sample
 from realvr.data.streams import json_rows
 from realvr.imaging.reference import decode_base64
+
+V = TypeVar("V")
 
 
 def to_json(sample: Sample, images: list[str] | None = None) -> dict[str, Any]:
@@ -87,7 +89,7 @@ def _turns(row: dict[str, Any], count: int) -> list[Message]:
     return turns
 
 
-def _boxes(raw: Any, name: str, images: list[ImageRef], ctx: Context) -> list[Box]:
+def _boxes(raw: object, name: str, images: list[ImageRef], ctx: Context) -> list[Box]:
     if not isinstance(raw, list):
         raise BadRow(reasons.BOX_MALFORMED, f"{name} is {type(raw).__name__}, a list is expected")
     found: list[tuple[object, int]] = []
@@ -111,7 +113,7 @@ def _earlier_boxes(row: dict[str, Any], turns: list[Message], images: list[Image
     return [_boxes(boxes, f"list {number} of 'earlier_boxes'", images, ctx) for number, boxes in enumerate(raw, 1)]
 
 
-def _optional(row: dict[str, Any], name: str, kind: type) -> Any:
+def _optional(row: dict[str, Any], name: str, kind: type[V]) -> V:
     value = row.get(name)
     if value is None:
         return kind()

@@ -18,7 +18,7 @@ from realvr.runs.journal import Record
 
 
 def ask_pairs(
-    responder: Responder, pairs: Sequence[Pair], variants: Sequence[Variant], latents: int, policy: Any = "strict"
+    responder: Responder, pairs: Sequence[Pair], variants: Sequence[Variant], latents: int, policy: str = "strict"
 ) -> list[Record]:
     """Records of one batch of pairs, variant by variant. ``policy``: one of `realvr.answers.POLICIES`."""
     turns = [_view_turns(responder, pair) for pair in pairs]
@@ -84,7 +84,7 @@ def _replies(responder: Responder, requests: Sequence[Request | str], latents: i
     ]
 
 
-def _record(pair: Pair, variant: Variant, replies: Sequence[Reply], latents: int, policy: Any) -> Record:
+def _record(pair: Pair, variant: Variant, replies: Sequence[Reply], latents: int, policy: str) -> Record:
     """One line of counterfactual.jsonl; lists hold the first and the second view."""
     reader = parser(policy, "evaluation")
     extracted = [

@@ -6,7 +6,6 @@ import base64
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from realvr.imaging.types import Grid
 from realvr.latent.group_rollout import decode
 from realvr.latent.regions import region_vector
 from realvr.latent.span import span_tokens, splice, think
+from realvr.latent.state import State
 from realvr.latent.walk import walk
 from realvr.widgets.explorer import Case, Said, Steered, Swapped, View, Walked
 from realvr.world.trails import follow
@@ -50,7 +50,7 @@ class Answers:
         return self.error is None and any(one["verdict"] != "right" for one in self.replies[0])
 
 
-def examine(model: Model, pairs: Sequence[Pair], policy: Any, rows: int) -> dict[str, Answers]:
+def examine(model: Model, pairs: Sequence[Pair], policy: str, rows: int) -> dict[str, Answers]:
     """Both pictures of every pair, each in a conversation of its own, put to both models."""
     found: dict[str, Answers] = {}
     size = max(1, rows // 2)
@@ -65,7 +65,7 @@ def examine(model: Model, pairs: Sequence[Pair], policy: Any, rows: int) -> dict
     return found
 
 
-def said(pair: Pair, view: int, text: str, policy: Any) -> Said:
+def said(pair: Pair, view: int, text: str, policy: str) -> Said:
     """A reply to one picture of a pair, judged."""
     choices = pair.original.choices
     answer = parser(policy, "evaluation").read(text, choices)
@@ -77,7 +77,7 @@ def said(pair: Pair, view: int, text: str, policy: Any) -> Said:
 
 @torch.no_grad()
 def build_cases(
-    model: Model, asked: Sequence[tuple[Pair, Answers, str, Sequence[int]]], policy: Any, rows: int
+    model: Model, asked: Sequence[tuple[Pair, Answers, str, Sequence[int]]], policy: str, rows: int
 ) -> list[Case]:
     """A case for each pair: (pair, its answers, what it is about, steps at which it can be steered)."""
     if not asked:
@@ -94,7 +94,7 @@ def build_cases(
 class Bench:
     """Pairs that have been read, ready to be asked with other latents."""
 
-    def __init__(self, model: Model, views: Views, policy: Any, rows: int) -> None:
+    def __init__(self, model: Model, views: Views, policy: str, rows: int) -> None:
         self.model, self.views, self.policy, self.rows = model, views, policy, rows
         images = [image for prompt in views.prompts for image in prompt.images]
         self.grids = [image.grid for image in images]
@@ -164,12 +164,12 @@ class Bench:
             for start, (text, span) in enumerate(zip(texts, spans, strict=True))
         ]
 
-    def _state(self, row: int, count: int) -> Any:
+    def _state(self, row: int, count: int) -> State:
         assert self.views.prompt is not None
         index = torch.full((count,), row, dtype=torch.long, device=self.model.backbone.device)
         return self.views.prompt.select(index)
 
-    def _decode(self, after: Any, row: int) -> list[str]:
+    def _decode(self, after: State, row: int) -> list[str]:
         room = self.model.backbone.context_length - span_tokens(self.model.latents) - len(self.views.prompts[row])
         limits = [min(self.model.sampling.max_new, room)] * after.rows
         return [one.text for (one,) in decode(self.model.backbone, after, 1, self.model.sampling, 0, limits)]

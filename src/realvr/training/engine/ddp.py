@@ -113,7 +113,7 @@ class DDP(Engine):
 
     # ------------------------------------------------------------------ one optimizer step
 
-    def forward(self, microbatch: Any, term: str | None = None) -> tuple[Tensor, Metrics]:
+    def forward(self, microbatch: object, term: str | None = None) -> tuple[Tensor, Metrics]:
         return self.wrapped(microbatch) if term is None else self.wrapped(microbatch, term=term)
 
     @contextmanager

@@ -177,7 +177,7 @@ class Engine(ABC):
     # ------------------------------------------------------------------ one optimizer step
 
     @abstractmethod
-    def forward(self, microbatch: Any, term: str | None = None) -> tuple[Tensor, Metrics]:
+    def forward(self, microbatch: object, term: str | None = None) -> tuple[Tensor, Metrics]:
         """The method's forward pass through the wrapped module; with ``term``, that term of the loss alone."""
 
     @abstractmethod
