@@ -92,6 +92,7 @@ class Registry(Generic[T]):
         return [self.add(item) for item in _defined(module, self.base)]
 
     def get(self, name: str) -> type[T]:
+        """The class of this name; a `UserError` with the nearest name where there is none."""
         self._fill()
         if name not in self._members:
             close = get_close_matches(name.lower(), self._members, n=1)
@@ -112,6 +113,7 @@ class Registry(Generic[T]):
         return iter(sorted(self._members.values(), key=lambda member: (getattr(member, "order", 1000), _name(member))))
 
     def names(self) -> tuple[str, ...]:
+        """Names in the order in which members are listed."""
         return tuple(_name(member) for member in self)
 
     def outside(self, spec: str) -> type[T]:

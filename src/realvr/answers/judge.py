@@ -90,7 +90,7 @@ def _free(one: str, other: str) -> Verdict:
 
 
 def _same_letter(one: str, other: str) -> bool:
-    """ "(B)", "B" and "B. blue" name one option of a question whose options are not known here."""
+    """Whether both name one option, as "(B)", "B" and "B. blue" do, of a question whose options are not known here."""
     letters = (bare_letter(one), bare_letter(other))
     if None not in letters:
         return letters[0] == letters[1]

@@ -88,7 +88,7 @@ def strict_choice(text: str, choices: Sequence[str]) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Unicode's compatibility form without Markdown and LaTeX dress; ``\\boxed{B}`` becomes a statement."""
+    r"""Unicode's compatibility form without Markdown and LaTeX dress; ``\boxed{B}`` becomes a statement."""
     text = visible(unicodedata.normalize("NFKC", text))
     text = re.sub(r"[*`$]|__", "", text)
     return _BOXED.sub(r" Answer: \1\n", _STYLE.sub(r"\1", text))

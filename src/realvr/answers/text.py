@@ -99,7 +99,7 @@ def undressed(answer: str) -> str:
 
 
 def _balanced(text: str) -> bool:
-    """Whether no brace closes that was not opened: "\\boxed{1}, \\boxed{2}" is no single box."""
+    r"""Whether no brace closes that was not opened: "\boxed{1}, \boxed{2}" is no single box."""
     depth = 0
     for character in text:
         depth += (character == "{") - (character == "}")

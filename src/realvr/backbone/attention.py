@@ -56,6 +56,7 @@ class Columns:
     image_visibility: Tensor | None = None
 
     def facts(self) -> tuple[Tensor | None, ...]:
+        """Everything but the length, in one order: to compare or join two of them."""
         return self.real, self.segment, self.block, self.window_position, self.image_visibility
 
     def visible(self, queries: int, window: int | None, device: torch.device) -> Tensor | None:
@@ -167,11 +168,13 @@ class Pass:
         return key, value
 
     def mask(self, queries: int, window: int | None, device: torch.device) -> Tensor | None:
+        """The mask of layers with this sliding window, built once a pass."""
         if window not in self._masks:
             self._masks[window] = self.columns.visible(queries, window, device)
         return self._masks[window]
 
     def record(self, layer: int, store: dict[int, Tensor], value: Tensor) -> None:
+        """Keep a tensor of a layer; a checkpointed layer that runs again keeps nothing twice."""
         if self._open:
             store[layer] = value
 

@@ -107,10 +107,12 @@ class Backbone:
 
     @property
     def device(self) -> torch.device:
+        """Where the weights are, and where batches have to be."""
         return self.core.get_input_embeddings().weight.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """Type of the embeddings, hence of everything that is fed in their place."""
         return self.core.get_input_embeddings().weight.dtype
 
     @cached_property
@@ -132,10 +134,12 @@ class Backbone:
 
     @property
     def text_config(self) -> Stock:
+        """Configuration of the language model, which families nest differently."""
         return self.model.config.get_text_config()
 
     @property
     def context_length(self) -> int:
+        """Most tokens of a sequence, visual tokens and span included."""
         return int(self.text_config.max_position_embeddings)
 
     @property
@@ -171,6 +175,7 @@ class Backbone:
         return [getattr(self.core, name) for name in names if hasattr(self.core, name)]
 
     def freeze_vision(self) -> None:
+        """Keep vision tower and merger as they are: targets and prototypes are made of their features."""
         for module in self.vision_modules():
             module.requires_grad_(False)
 

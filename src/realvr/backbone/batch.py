@@ -29,6 +29,7 @@ class Batch:
     continues: bool = False  # whether positions go on from those of a state
 
     def to(self, device: torch.device | str) -> Batch:
+        """The batch on a device; images follow when they are encoded."""
         names = ("ids_BT", "real_BT", "positions", "next_B", "image_BT", "slot_BT")
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 

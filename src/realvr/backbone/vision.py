@@ -36,6 +36,7 @@ class Bucket:
     padded: bool
 
     def to(self, device: torch.device) -> Bucket:
+        """The same on a device."""
         index, real, keep = (x.to(device, non_blocking=True) for x in (self.index, self.real, self.keep))
         return Bucket(index, real, keep, self.padded)
 
@@ -68,6 +69,7 @@ class Chunks:
         return Chunks(F.pad(ends, (1, 0)).to(torch.int32), tuple(buckets), int(lengths.max()))
 
     def to(self, device: torch.device) -> Chunks:
+        """The same on a device."""
         buckets = tuple(bucket.to(device) for bucket in self.buckets)
         return Chunks(self.boundaries.to(device, non_blocking=True), buckets, self.longest)
 

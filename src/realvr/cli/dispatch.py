@@ -21,6 +21,8 @@ from realvr.runs.guard import guarded
 
 
 class Command(NamedTuple):
+    """Where a verb is: imported only when it is called, so that ``--help`` needs no torch."""
+
     module: str
     function: str
     summary: str

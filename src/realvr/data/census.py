@@ -50,6 +50,7 @@ class SourceCensus:
 
     @property
     def dropped_share(self) -> float:
+        """Share of the rows that training cannot use."""
         return dropped_share(self.rows, self.usable)
 
     def line(self) -> str:
@@ -72,13 +73,16 @@ class Census:
 
     @property
     def usable(self) -> int:
+        """Usable rows of all sources."""
         return sum(source.usable for source in self.sources)
 
     @property
     def with_boxes(self) -> int:
+        """Usable rows with evidence boxes, of all sources."""
         return sum(source.with_boxes for source in self.sources)
 
     def to_json(self) -> list[dict[str, Any]]:
+        """As it is kept in the run's folder."""
         return [vars(source) for source in self.sources]
 
 

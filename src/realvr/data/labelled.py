@@ -40,6 +40,7 @@ class Losses:
     first: dict[str, str] = field(default_factory=dict)
 
     def add(self, reason: str, detail: str) -> None:
+        """Count one and keep where its reason was met first."""
         self.counts[reason] += 1
         self.first.setdefault(reason, detail[:300])
 
@@ -78,6 +79,7 @@ class Picture:
     unsure: frozenset[str]
 
     def has(self, category: str) -> bool:
+        """Whether the category is there, also where its boxes cannot be used."""
         return category in self.boxes or category in self.unsure
 
 

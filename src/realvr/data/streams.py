@@ -127,7 +127,7 @@ def _has_surrogate(value: str) -> bool:
 
 
 def _half_character(value: object) -> bool:
-    """Whether a JSON escape such as ``\\ud800`` left half a character, which can be neither printed nor written."""
+    r"""Whether a JSON escape such as ``\ud800`` left half a character, which can be neither printed nor written."""
     return any("\ud800" <= character <= "\udfff" for character in json.dumps(value, ensure_ascii=False))
 
 

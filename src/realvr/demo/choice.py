@@ -20,6 +20,8 @@ Factors = tuple[float | str, ...]
 
 
 class Part(BaseModel):
+    """A part of ``arms.yaml``: a key that is not known here is a mistake there."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
@@ -37,6 +39,8 @@ class Split(Part):
 
 
 class Drawing(Part):
+    """Splits that are drawn in one step."""
+
     name: str
     title: str
     splits: dict[str, Split]
@@ -50,6 +54,7 @@ class Cost(Part):
     times: Factors
 
     def seconds(self, numbers: Numbers) -> float:
+        """Expected duration, for the progress bar and the order of work."""
         return self.start + self.each * product(self.times, numbers)
 
 
@@ -67,6 +72,8 @@ class Recipe(Part):
 
 
 class Training(Part):
+    """One use of a recipe."""
+
     recipe: str
     step: str
     title: str
@@ -103,6 +110,8 @@ class UnitsBySpan(Part):
 
 
 class Evaluation(Part):
+    """Which benchmarks every arm is asked, and what an answer takes."""
+
     title: str
     batch: int
     benchmarks: dict[str, int]
@@ -144,6 +153,8 @@ class Measurement(Part):
 
 
 class Column(Part):
+    """A column of a closing table: where its number stands in ``summary.json``, and how it is written."""
+
     heading: str
     value: tuple[tuple[str, ...], ...]
     key: str
@@ -165,6 +176,8 @@ class TableChoice(Part):
 
 
 class EachArm(Part):
+    """A closing line with one number of every arm."""
+
     text: str
     value: tuple[str, ...]
     key: str
@@ -172,6 +185,8 @@ class EachArm(Part):
 
 
 class Notes(Part):
+    """The closing lines: what the numbers do and do not show."""
+
     quick: str
     first: tuple[str, ...]
     pairs: Factors
@@ -185,6 +200,8 @@ class Notes(Part):
 
 
 class Choice(Part):
+    """All of ``arms.yaml``."""
+
     numbers: dict[str, tuple[Any, Any]]
     steps: str
     latents: int
@@ -206,6 +223,7 @@ class Choice(Part):
     notes: Notes
 
     def split(self, name: str) -> Split:
+        """The split of this name, whichever step draws it."""
         return next(drawing.splits[name] for drawing in self.drawings if name in drawing.splits)
 
 

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
+from typing_extensions import override
 
 from realvr.demo.choice import choice
 from realvr.demo.files import last_metrics, progress
@@ -47,6 +48,7 @@ class Display(Watcher):
 
     # ------------------------------------------------------------------ what happens
 
+    @override
     def begun(self, step: Step) -> None:
         already = progress(self.folder, step)
         self._from[step.name] = (time.monotonic(), already)
@@ -54,6 +56,7 @@ class Display(Watcher):
         if already and not self.console.is_terminal:
             self._say(f"{step.title}: goes on after {already} of {step.units}")
 
+    @override
     def tick(self, running: Sequence[Step]) -> None:
         if not self.console.is_terminal:
             self._lines(running)
@@ -72,6 +75,7 @@ class Display(Watcher):
         states = [f"{step.title} {self._state(step, progress(self.folder, step))}".strip() for step in running]
         self._say(f"{self._overall(running)}; running: {'; '.join(states)}")
 
+    @override
     def finished(self, step: Step, outcome: dict[str, Any]) -> None:
         self.complete.add(step.name)
         self.own_cost += step.cost

@@ -11,6 +11,8 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from realvr.demo.choice import choice
 from realvr.runs.files import Json
 from realvr.widgets import DASH
@@ -38,6 +40,7 @@ def leading(found: Mapping[str, dict[str, Any]]) -> list[str]:
 class Words(string.Formatter):
     """Format strings over numbers, of which some may not be there."""
 
+    @override
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
         first, _, rest = field_name.partition("[")
         value: Any = kwargs[first]
@@ -45,6 +48,7 @@ class Words(string.Formatter):
             value = None if value is None else value[int(key) if isinstance(value, list) else key]
         return value, first
 
+    @override
     def format_field(self, value: Json, format_spec: str) -> str:
         if value is None or value == [None, None]:
             return DASH

@@ -33,6 +33,7 @@ class DemoSettings:
 
     @property
     def numbers(self) -> dict[str, Any]:
+        """Every number of ``arms.yaml`` that is in force."""
         return {name: both[self.quick] for name, both in choice().numbers.items()} | dict(self.changed)
 
     def __getitem__(self, name: str) -> Json:
@@ -43,10 +44,12 @@ class DemoSettings:
         return DemoSettings(self.quick, self.seed, {**self.changed, **changes})
 
     def as_json(self) -> dict[str, Any]:
+        """As ``demo_settings.json`` keeps it."""
         return {"quick": self.quick, "seed": self.seed, **self.numbers}
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> DemoSettings:
+        """Of an earlier run; only numbers that differ from the usual ones count as changed."""
         quick, seed = bool(stored["quick"]), int(stored["seed"])
         usual = cls(quick, seed).numbers
         return cls(

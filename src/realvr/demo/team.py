@@ -32,11 +32,17 @@ ENVIRONMENT = {
 class Watcher:
     """Who is told how it goes. Here: nobody."""
 
-    def begun(self, step: Step) -> None: ...
+    def begun(self, step: Step) -> None:
+        """A step was given to a process."""
+        ...
 
-    def tick(self, running: Sequence[Step]) -> None: ...
+    def tick(self, running: Sequence[Step]) -> None:
+        """Called a few times a second with the steps that run."""
+        ...
 
-    def finished(self, step: Step, outcome: dict[str, Any]) -> None: ...
+    def finished(self, step: Step, outcome: dict[str, Any]) -> None:
+        """A step is done."""
+        ...
 
 
 class Worker:

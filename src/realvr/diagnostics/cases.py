@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired
 
 from pydantic import Field, field_validator
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, override
 
 from realvr.diagnostics import results
 from realvr.diagnostics.base import Diagnostic, Needs, Samples, Shown
@@ -143,6 +143,7 @@ class Cases(Diagnostic[CasesSettings]):
             raise UserError(f"{data}: none of its {len(items)} pairs shows one picture at a time, which cases need")
         return first_of_each(single, self.settings.examine)
 
+    @override
     def settle(self, model: Model) -> None:
         self._steps = [step for step in parse_steps(self.settings.at, "--at") if step <= model.latents]
         if self.settings.steered and not self._steps:
@@ -168,6 +169,7 @@ class Cases(Diagnostic[CasesSettings]):
     def _tag(self, pair: Pair) -> str:
         return pair.original.tags.get(self.settings.by, "")
 
+    @override
     def measure(self, model: Model, samples: Samples) -> Iterable[Record]:
         from realvr.diagnostics.measuring.cases import build_cases
 
@@ -199,6 +201,7 @@ class Cases(Diagnostic[CasesSettings]):
 
     # ------------------------------------------------------------------ what is shown
 
+    @override
     def summarise(self, records: Sequence[Record]) -> dict[str, Any]:
         read = [record for record in records if record.get("error") is None]
         shown = sorted((record for record in read if record["case"] is not None), key=lambda one: one["place"])
@@ -227,6 +230,7 @@ class Cases(Diagnostic[CasesSettings]):
             "the largest first, then the first in the data. Failures stand last."
         )
 
+    @override
     def draw(self, results: Sequence[Shown]) -> list[Widget]:
         explorers = [self._explorer(result, place) for place, result in enumerate(results)]
         panels: list[Widget] = (
@@ -256,6 +260,7 @@ class Cases(Diagnostic[CasesSettings]):
 
 
 def both_right(replies: Sequence[Said]) -> bool:
+    """Whether both pictures of a pair were answered rightly."""
     return all(one["verdict"] == "right" for one in replies)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
+from typing_extensions import override
 
 from realvr.answers import POLICIES
 from realvr.diagnostics import counterfactual_summary, results
@@ -131,18 +132,22 @@ class Counterfactual(Diagnostic[CounterfactualSettings]):
         Highlight("false flip, %", _flip("false_flip", "unchanged")),
     )
 
+    @override
     def settle(self, model: Model) -> None:
         self._variants = self.settings.variants(model.latents)
 
+    @override
     def measure(self, model: Model, samples: Samples) -> Iterable[Record]:
         from realvr.diagnostics.measuring.asking import ask_pairs
 
         missing = [v for v in self._variants if any((pair.id, *v) not in samples.done for pair in samples)]
         return ask_pairs(model.responder, list(samples), missing, model.latents, self.settings.policy)
 
+    @override
     def key(self, record: Record) -> Hashable:
         return counterfactual_summary.record_key(record)
 
+    @override
     def keys(self, item: Pair) -> Iterable[Hashable]:
         return [(item.id, *variant) for variant in self._variants]
 
@@ -150,6 +155,7 @@ class Counterfactual(Diagnostic[CounterfactualSettings]):
         """Protocols are not among it: each record names its own, and others may be added."""
         return {"policy": self.settings.policy}
 
+    @override
     def summarise(self, records: Sequence[Record]) -> dict[str, Any]:
         return summarise_pairs(records)
 
@@ -161,6 +167,7 @@ class Counterfactual(Diagnostic[CounterfactualSettings]):
             moved = distances.summarise(read_records(folder / f"{Distances.name}.jsonl", distances.key))
         return summary | (moved or {})
 
+    @override
     def notes(self, records: Sequence[Record], summary: OwnSummary, count: int) -> list[str]:
         errors = [(record["pair"], error) for record in records for error in record["errors"] if error is not None]
         if not errors:
@@ -169,6 +176,7 @@ class Counterfactual(Diagnostic[CounterfactualSettings]):
         first = f"first: {errors[0][0]}: {errors[0][1]}"
         return [f"{len(dict(errors))} of {count} pairs cannot be read; these {what} ({first})"]
 
+    @override
     def numbers(self, summary: OwnSummary | None) -> dict[str, Any]:
         def rate(found: dict[str, Any]) -> dict[str, Any]:
             return {"rate": found["rate"], "ci": [found["low"], found["high"]]}
@@ -181,16 +189,20 @@ class Counterfactual(Diagnostic[CounterfactualSettings]):
 
     # ------------------------------------------------------------------ tables and figures
 
+    @override
     def table(self, summary: OwnSummary, name: str) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
         return counterfactual_summary.HEADER, counterfactual_summary.table_rows(summary)
 
+    @override
     def markdown(self, summary: OwnSummary, name: str) -> str:
         return counterfactual_summary.report(summary, name)
 
+    @override
     def csv_rows(self, summary: OwnSummary, name: str) -> list[dict[str, Any]]:
         return counterfactual_summary.csv_rows(summary)
 
     @classmethod
+    @override
     def paper_tables(cls) -> list[Table]:
         names = {
             "original_accuracy": "A₀",
@@ -206,6 +218,7 @@ class Counterfactual(Diagnostic[CounterfactualSettings]):
         header = ["method", "edit", "|C| / |U|", *names.values()]
         return [Table("Paired counterfactual behaviour, %", header, rows)]
 
+    @override
     def draw(self, results: Sequence[Shown]) -> list[Widget]:
         panels = []
         for name, (label, explained) in _PROTOCOLS.items():

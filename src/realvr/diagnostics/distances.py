@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NotRequired
 
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, override
 
 from realvr.diagnostics import results as shapes
 from realvr.diagnostics.base import Diagnostic, Needs, OwnSummary, Samples, Shown
@@ -58,18 +58,22 @@ class Distances(Diagnostic):
     unit = "pairs"
     order = 20
 
+    @override
     def prepare(self, model: Model, samples: Sequence[Pair]) -> None:
         self._controls = {pair.id: other for pair, other in zip(samples, unrelated(samples), strict=True)}
 
+    @override
     def measure(self, model: Model, samples: Samples) -> Iterable[Record]:
         from realvr.diagnostics.measuring.views import measure_distances, read_views
 
         controls = [self._controls[pair.id] for pair in samples]
         return measure_distances(read_views(model.backbone, list(samples), controls, model.latents))
 
+    @override
     def summarise(self, records: Sequence[Record]) -> dict[str, Any]:
         return summarise_distances(records)
 
+    @override
     def notes(self, records: Sequence[Record], summary: OwnSummary, count: int) -> list[str]:
         line = controls_line(summary.get("controls"))
         return [*super().notes(records, summary, count), *([line] if line else [])]
@@ -86,6 +90,7 @@ class Distances(Diagnostic):
         return beside if beside is not None and beside[1].get("distances") else None
 
     @classmethod
+    @override
     def paper_tables(cls) -> list[Table]:
         names = {"latent_distance": "latent distance", "final_distance": "final distance"}
         rows: list[list[Cell | str]] = [
@@ -94,6 +99,7 @@ class Distances(Diagnostic):
         ]
         return [Table("Distances", ["method", "edit", *names.values()], rows)]
 
+    @override
     def draw(self, results: Sequence[Shown]) -> list[Widget]:
         rows: list[list[Cell | str]] = []
         for result in results:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationInfo, field_validator
+from typing_extensions import override
 
 from realvr.diagnostics import exchange_drawing, exchange_summary, results
 from realvr.diagnostics.base import Diagnostic, Highlight, Needs, OwnSummary, Samples, Shown
@@ -183,13 +184,16 @@ class Exchange(Diagnostic[ExchangeSettings]):
             )
         return changed
 
+    @override
     def settle(self, model: Model) -> None:
         settings, latents = self.settings, model.latents
         self._swaps = Swaps(latents, settings.positions(latents), settings.seeds, settings.steps(latents))
 
+    @override
     def prepare(self, model: Model, samples: Sequence[Pair]) -> None:
         self._controls = {pair.id: other for pair, other in zip(samples, unrelated(samples), strict=True)}
 
+    @override
     def measure(self, model: Model, samples: Samples) -> Iterable[Record]:
         from realvr.diagnostics.measuring.exchange import ExchangeOptions, exchange_pairs
 
@@ -199,9 +203,11 @@ class Exchange(Diagnostic[ExchangeSettings]):
         )
         return exchange_pairs(model.backbone, list(samples), controls, options)
 
+    @override
     def key(self, record: Record) -> Hashable:
         return record_key(record)
 
+    @override
     def keys(self, item: Pair) -> list[Hashable]:
         return self._keys(item, control=True)
 
@@ -216,17 +222,21 @@ class Exchange(Diagnostic[ExchangeSettings]):
         lacking = record_key(about_pair(item, "no-control", None)) in done
         return all(key in done for key in self._keys(item, control=not lacking))
 
+    @override
     def fixed(self) -> dict[str, Any]:
         settings = self.settings
         return {"policy": settings.policy, "k": list(self._swaps.ks), "seeds": settings.seeds}
 
+    @override
     def summarise(self, records: Sequence[Record]) -> dict[str, Any]:
         return summarise_exchange(records)
 
+    @override
     def notes(self, records: Sequence[Record], summary: OwnSummary, count: int) -> list[str]:
         line = controls_line(summary.get("controls"))
         return [*super().notes(records, summary, count), *([line] if line else [])]
 
+    @override
     def numbers(self, summary: OwnSummary | None) -> dict[str, Any]:
         def mean(row: Mapping[str, Any] | None, name: str) -> dict[str, Any] | None:
             if row is None:
@@ -243,16 +253,20 @@ class Exchange(Diagnostic[ExchangeSettings]):
 
     # ------------------------------------------------------------------ tables and figures
 
+    @override
     def table(self, summary: OwnSummary, name: str) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
         return exchange_summary.HEADER, exchange_summary.table_rows(summary)
 
+    @override
     def markdown(self, summary: OwnSummary, name: str) -> str:
         return exchange_summary.report(summary, name)
 
+    @override
     def csv_rows(self, summary: OwnSummary, name: str) -> list[dict[str, Any]]:
         return exchange_summary.csv_rows(summary)
 
     @classmethod
+    @override
     def paper_tables(cls) -> list[Table]:
         digits = {"donor_answer_lift": 1, "donor_margin_shift": 2}
         rows: list[list[Cell | str]] = [
@@ -262,5 +276,6 @@ class Exchange(Diagnostic[ExchangeSettings]):
         header = ["method", "positions", "donor-answer lift (points)", "donor-margin shift (nats)"]
         return [Table("Latent exchange", header, rows)]
 
+    @override
     def draw(self, results: Sequence[Shown]) -> list[Widget]:
         return exchange_drawing.drawn(results)

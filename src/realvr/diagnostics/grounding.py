@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
+from typing_extensions import override
 
 from realvr.data.boxes import unshown_box
 from realvr.data.sample import Sample
@@ -80,6 +81,7 @@ class Grounding(Diagnostic[GroundingSettings]):
             self._places |= {sample.id: len(self._prototypes) + place for place, sample in enumerate(own)}
             self._prototypes += prototypes(own, prompts, visual)
 
+    @override
     def measure(self, model: Model, samples: Samples) -> Iterable[Record]:
         import torch
 
@@ -123,6 +125,7 @@ class Grounding(Diagnostic[GroundingSettings]):
             **{name: mean([record[name] for record in good]) for name in _NUMBERS},
         }
 
+    @override
     def numbers(self, summary: OwnSummary | None) -> dict[str, Any]:
         called = {"evidence_margin": "margin", "cos_positive": "cos_positive", "oracle_margin": "oracle_margin"}
         if summary is None:
@@ -133,6 +136,7 @@ class Grounding(Diagnostic[GroundingSettings]):
             for name, one in values.items()
         }
 
+    @override
     def draw(self, results: Sequence[Shown]) -> list[Widget]:
         rows: list[list[Cell | str]] = []
         bars, spoken = [], []

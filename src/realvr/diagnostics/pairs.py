@@ -35,10 +35,12 @@ class Pair:
 
     @property
     def id(self) -> str:
+        """The tag that both samples carry."""
         return str(self.original.pair)
 
     @property
     def views(self) -> tuple[Sample, Sample]:
+        """The original first."""
         return self.original, self.edited
 
     @cached_property
@@ -81,6 +83,7 @@ class PairReport:
     """Rows that could not be read at all."""
 
     def counts(self) -> dict[str, int]:
+        """How many of each, for the records."""
         return {name: value if isinstance(value, int) else len(value) for name, value in vars(self).items()}
 
     def lines(self) -> list[str]:

@@ -40,6 +40,8 @@ class Controls(TypedDict):
 
 
 class Rates(TypedDict):
+    """The paper's rates of one set of pairs."""
+
     original_accuracy: Rate
     edited_accuracy: Rate
     prediction_change: Rate
@@ -53,6 +55,8 @@ class Rates(TypedDict):
 
 
 class EditRates(Rates):
+    """Rates of the pairs of one kind of edit, with their counts."""
+
     pairs: int
     changed: int
     unchanged: int
@@ -68,6 +72,8 @@ class Protocol(TypedDict):
 
 
 class Distances(TypedDict):
+    """How far edits move latents and last hidden states, beside unrelated pictures."""
+
     latent: Mean
     latent_unrelated: Mean
     final: Mean
@@ -88,6 +94,8 @@ SETTINGS_FILE = ResultFile(Settings, "realvr diagnose", "name another --out, or 
 
 
 class Counterfactual(TypedDict):
+    """``counterfactual.json``."""
+
     protocols: dict[Text, Protocol]
     distances: NotRequired[dict[Text, Distances] | None]
     controls: NotRequired[Controls]
@@ -95,6 +103,8 @@ class Counterfactual(TypedDict):
 
 
 class ExchangeRow(TypedDict):
+    """One condition: which latents were swapped, and whose answer followed."""
+
     condition: Text
     selector: Text
     k: int
@@ -108,6 +118,8 @@ class ExchangeRow(TypedDict):
 
 
 class Between(TypedDict):
+    """Latents chosen by contrast minus as many chosen at random."""
+
     k: int
     donor_lift: Mean
     margin_shift: Mean
@@ -123,17 +135,23 @@ class Parting(TypedDict):
 
 
 class Sham(TypedDict):
+    """Latents swapped for themselves: whatever differs is the arithmetic of the splice."""
+
     equal_replies: Rate
     largest_margin_difference: float | None
 
 
 class ExchangeNumbers(TypedDict):
+    """The numbers of one set of pairs."""
+
     rows: list[ExchangeRow]
     contrast_minus_random: list[Between]
     sham: Sham
 
 
 class Exchange(ExchangeNumbers):
+    """``exchange.json``."""
+
     edits: dict[Text, ExchangeNumbers]
     parting: NotRequired[list[Parting]]
     errors: int
@@ -142,6 +160,8 @@ class Exchange(ExchangeNumbers):
 
 
 class Grounding(TypedDict):
+    """``grounding.json``."""
+
     questions: int
     latents: int
     negatives: int
@@ -167,6 +187,8 @@ class WalkNumbers(TypedDict):
 
 
 class WalkStep(TypedDict):
+    """One latent of the walk, over questions."""
+
     step: int
     inside: Rate
     evidence: Rate
@@ -176,6 +198,8 @@ class WalkStep(TypedDict):
 
 
 class Walk(WalkNumbers):
+    """``walk.json``."""
+
     latents: int
     by: Text
     longer: int
@@ -194,6 +218,8 @@ class Outcomes(TypedDict):
 
 
 class SteerStep(TypedDict):
+    """What happens when one latent is moved."""
+
     step: int
     questions: int
     moved: Outcomes
@@ -209,6 +235,8 @@ class SteerStep(TypedDict):
 
 
 class Steer(TypedDict):
+    """``steer.json``."""
+
     latents: int
     questions: int
     follows: Mean

@@ -209,6 +209,7 @@ class Run:
 
     @property
     def out(self) -> Path:
+        """The folder that is written."""
         return Path(self.settings.out)
 
     def record(self, diagnostic: Diagnostic) -> dict[str, Any]:

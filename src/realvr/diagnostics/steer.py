@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field, field_validator
+from typing_extensions import override
 
 from realvr.data.sample import Sample
 from realvr.diagnostics import results
@@ -95,9 +96,11 @@ class Steer(Diagnostic[SteerSettings]):
         self._left_out = len(items) - len(found)
         return found
 
+    @override
     def settle(self, model: Model) -> None:
         self._steps = self.settings.steps(model.latents)
 
+    @override
     def measure(self, model: Model, samples: Samples) -> Iterable[Record]:
         from realvr.diagnostics.measuring.steer import SteerOptions, steer_samples
 
@@ -105,9 +108,11 @@ class Steer(Diagnostic[SteerSettings]):
         options = SteerOptions(model.latents, self._steps, settings.seed, settings.policy, model.sampling)
         return steer_samples(model.backbone, list(samples), options)
 
+    @override
     def key(self, record: Record) -> Hashable:
         return record["id"], record.get("step")
 
+    @override
     def keys(self, item: Sample) -> list[Hashable]:
         return [(item.id, step) for step in self._steps]
 
@@ -115,12 +120,15 @@ class Steer(Diagnostic[SteerSettings]):
         """A sample that cannot be read has one record that says so."""
         return (item.id, None) in done or super().complete(item, done)
 
+    @override
     def fixed(self) -> dict[str, Any]:
         return {"policy": self.settings.policy, "seed": self.settings.seed}
 
+    @override
     def summarise(self, records: Sequence[Record]) -> dict[str, Any]:
         return summarise_steer(records)
 
+    @override
     def notes(self, records: Sequence[Record], summary: OwnSummary, count: int) -> list[str]:
         lines = super().notes(records, summary, count)
         if self._left_out:
@@ -143,6 +151,7 @@ class Steer(Diagnostic[SteerSettings]):
 
         return {name: by_step(*place) for name, place in places.items()}
 
+    @override
     def draw(self, results: Sequence[Shown]) -> list[Widget]:
         told = [
             Text(f"{result.name}, z_{step['step']}: {_skipped(step)}.")

@@ -9,6 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 from pydantic import Field
+from typing_extensions import override
 
 from realvr.data.boxes import unshown_box
 from realvr.diagnostics import results
@@ -56,6 +57,7 @@ class Walk(Diagnostic[WalkSettings]):
         ),
     )
 
+    @override
     def measure(self, model: Model, samples: Samples) -> Iterable[Record]:
         import torch
 
@@ -97,6 +99,7 @@ class Walk(Diagnostic[WalkSettings]):
             },
         }
 
+    @override
     def notes(self, records: Sequence[Record], summary: OwnSummary, count: int) -> list[str]:
         found = super().notes(records, summary, count)
         if summary["longer"]:
@@ -107,6 +110,7 @@ class Walk(Diagnostic[WalkSettings]):
             found.append(f"{share_of} are closer to a token of a thumbnail; the nearest of the tiles counts")
         return found
 
+    @override
     def numbers(self, summary: OwnSummary | None) -> dict[str, Any]:
         called = {"walk_inside": "inside", "walk_cosine": "cosine"}
         if summary is None:
@@ -124,6 +128,7 @@ class Walk(Diagnostic[WalkSettings]):
         header = ["arm", "questions", "K", *(_OVERALL[one][0] for one in names)]
         return header, [[name, str(summary["questions"]), str(summary["latents"]), *cells]]
 
+    @override
     def draw(self, results: Sequence[Shown]) -> list[Widget]:
         widgets: list[Widget] = [_overall(results)]
         if any(result.summary["groups"] for result in results):

@@ -14,6 +14,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from realvr.answers import POLICIES, Parser, parser
 from realvr.data.readers.base import Format, ReadOptions
 from realvr.data.sample import LETTERS, Message, Sample
@@ -202,6 +204,7 @@ class AnyFile(Benchmark):
     rule = PLAIN
 
     @classmethod
+    @override
     def subtasks(cls, text: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 

@@ -37,13 +37,16 @@ class ModelResponder:
 
     @property
     def name(self) -> str:
+        """What tables call the model."""
         return self._name
 
     @property
     def latents(self) -> int:
+        """K of the checkpoint; 0 where its markers were never trained."""
         return 0 if self.backbone.markers_added else self.backbone.latents
 
     def describe(self) -> dict[str, Any]:
+        """What decides its answers, for the records."""
         backbone = self.backbone
         ignored = backbone.ignored_defaults
         return {

@@ -71,6 +71,7 @@ class Prediction:
 
     @property
     def key(self) -> tuple[str, str, str, int, int]:
+        """What it answers; no two predictions of a run have the same key."""
         return (self.bench, self.question, self.condition, self.latents, self.seed)
 
     def to_json(self) -> str:

@@ -148,6 +148,8 @@ class Deviation(TypedDict):
 
 
 class ConditionSpread(Deviation):
+    """One condition over several checkpoints."""
+
     coverage: NotRequired[float]
     difference: NotRequired[Deviation]
     tasks: NotRequired[list[Text]]

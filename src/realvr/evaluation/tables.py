@@ -29,6 +29,8 @@ READ = "read %: replies that can be read under the condition; one that cannot be
 
 @dataclass(frozen=True)
 class Table:
+    """A table of text, for the terminal and for Markdown."""
+
     title: str
     header: list[str]
     rows: list[list[str]]

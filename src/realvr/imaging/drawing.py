@@ -41,26 +41,32 @@ class Pen:
                 self.dot(x, y, color, width / 2)
 
     def dot(self, x: float, y: float, color: RGB, radius: float) -> None:
+        """A filled circle."""
         box = [(value * FACTOR) for value in (x - radius, y - radius, x + radius, y + radius)]
         self.pen.ellipse(box, fill=color)
 
     def ring(self, x: float, y: float, color: RGB, radius: float, width: float) -> None:
+        """A circle's outline."""
         box = [(value * FACTOR) for value in (x - radius, y - radius, x + radius, y + radius)]
         self.pen.ellipse(box, outline=color, width=round(width * FACTOR))
 
     def polygon(self, points: Sequence[Point], color: RGB) -> None:
+        """A filled polygon."""
         self.pen.polygon([(x * FACTOR, y * FACTOR) for x, y in points], fill=color)
 
     def pill(self, box: Rectangle, color: RGB, radius: float) -> None:
+        """A filled box with round corners, behind a label."""
         self.pen.rounded_rectangle([value * FACTOR for value in box], radius * FACTOR, fill=color)
 
     def text(
         self, x: float, y: float, text: str, color: RGB, size: float, anchor: str = "mm", bold: bool = False
     ) -> None:
+        """A label in a font that has all its letters."""
         font, weight = font_for(text, round(size * FACTOR)), round(0.02 * size * FACTOR) if bold else 0
         self.pen.text((x * FACTOR, y * FACTOR), text, color, font, anchor, stroke_width=weight, stroke_fill=color)
 
     def length(self, text: str, size: float) -> float:
+        """Width of a label in pixels of the picture."""
         return float(self.pen.textlength(text, font=font_for(text, round(size * FACTOR)))) / FACTOR
 
     def over(self, picture: Image.Image) -> Image.Image:

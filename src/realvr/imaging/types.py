@@ -43,4 +43,5 @@ class ImageInput:
 
     @property
     def tokens(self) -> int:
+        """Visual tokens, thumbnails included."""
         return self.grid.tokens

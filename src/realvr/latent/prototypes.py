@@ -96,9 +96,11 @@ class NegativeBank:
         self.items: deque[Prototype] = deque(maxlen=max(size, 0))
 
     def add(self, items: Sequence[Prototype]) -> None:
+        """Keep prototypes for later steps; one that is all zero has no direction and is left out."""
         self.items.extend(item for item in items if bool(item.vector_D.any()))
 
     def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint: a resumed run has the same negatives."""
         vectors = [item.vector_D for item in self.items]
         return {
             "vectors": torch.stack(vectors) if vectors else torch.empty(0, 0),
@@ -106,6 +108,7 @@ class NegativeBank:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the bank of a checkpoint instead of this one."""
         self.items.clear()
         if "pictures" not in state:  # of a version that knew pictures by their processed pixels: not comparable
             return

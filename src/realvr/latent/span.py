@@ -283,7 +283,7 @@ def _with_span(state: State, first: int, count: int) -> State:
 def log_softmax_rows(
     backbone: Backbone, hidden_ND: Tensor, temperature: float = 1.0, forbidden: Tensor | None = None
 ) -> Tensor:
-    """log softmax(logits / T) of the given rows (N, V), in float32 or wider, with forbidden ids at -inf.
+    """Compute log softmax(logits / T) of the given rows (N, V), in float32 or wider, with forbidden ids at -inf.
 
     The one place where the policy's distribution is defined: rollout, replay and scoring all call it.
     """

@@ -73,6 +73,7 @@ def result_tables() -> list[Fold]:
 
 
 def sweep_table() -> list[Fold]:
+    """tab:latent-length-ablation."""
     rows = published("latent-length-ablation")
     budgets = list(rows[0].values)
     made: list[list[Cell | str]] = [

@@ -17,6 +17,7 @@ from realvr.widgets import Fold, Section, Table, Text
 
 
 def provenance(results: Results) -> Section:
+    """The section that says what each arm was made from, and with which commands."""
     section = Section("provenance", "Provenance")
     section.widgets.append(
         Text(

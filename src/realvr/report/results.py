@@ -29,7 +29,7 @@ class Evaluation:
 
     @property
     def model(self) -> Json:
-        """What answered: name, path, weights (a hash), family, latents, …"""
+        """What answered: name, path, weights (a hash), family, latents and so on."""
         return dict(self.record.get("responder", {}))
 
 
@@ -47,6 +47,7 @@ class Measurement:
 
     @property
     def model(self) -> Json:
+        """What the records say about the model."""
         return dict(self.settings.get("model", {}))
 
     @property
@@ -85,6 +86,7 @@ class Arm:
         return (self.train if isinstance(result, TrainingRun) else self.eval) is not None
 
     def add(self, result: Result) -> None:
+        """Take a result in the place of its kind."""
         if isinstance(result, Measurement):
             self.diagnostics[result.name] = result
         elif isinstance(result, TrainingRun):

@@ -17,6 +17,7 @@ Run = tuple[Arm, TrainingRun]
 
 
 def training(results: Results) -> Section:
+    """The section of training curves, stage by stage."""
     section = Section("training", "Training")
     by_title: dict[str, list[Run]] = {title: [] for title, _ in STAGES.values()}
     for arm in results.arms:

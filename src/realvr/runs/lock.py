@@ -51,6 +51,7 @@ class Owner:
 
     @classmethod
     def this_process(cls, verb: str) -> Owner:
+        """Of the process that asks, told apart from a later one with the same number."""
         pid = os.getpid()
         return cls(verb, pid, _start_of(pid) or "", platform.node(), _machine(), secrets.token_hex(8))
 

@@ -45,9 +45,11 @@ class BaseBatch:
 
     @property
     def names(self) -> list[str]:
+        """Ids of the rows, for messages."""
         return self.rows.names
 
     def to(self, device: torch.device) -> BaseBatch:
+        """On a device, in place."""
         self.rows.to(device)
         self.caption_M, self.dense_NA = self.caption_M.to(device), self.dense_NA.to(device)
         return self

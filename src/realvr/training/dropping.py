@@ -35,6 +35,7 @@ class Draws:
     what: str = "drawn could not be encoded"
 
     def reject(self, reason: str, detail: str) -> None:
+        """Count a row that was drawn and cannot be used."""
         self.rejected[reason] += 1
         self.first.setdefault(reason, detail)
 
@@ -45,6 +46,7 @@ class Draws:
         self.first = other.first | self.first
 
     def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint: a resumed run counts on."""
         return {"drawn": self.drawn, "rejected": dict(self.rejected), "first": dict(self.first)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

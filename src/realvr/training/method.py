@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor, nn
+from typing_extensions import override
 
 from realvr.backbone.backbone import Backbone
 from realvr.errors import UserError
@@ -176,6 +177,7 @@ class Step(nn.Module):
             self.add_module(name, module)
         self.method = method
 
+    @override
     def forward(self, microbatch: object, term: str | None = None) -> tuple[Tensor, Metrics]:
         terms: dict[str, tuple[float, Tensor]] = {}
         metrics: Metrics = {}

@@ -30,6 +30,7 @@ class PromptBatch:
 
     @property
     def images(self) -> list[ImageInput]:
+        """Pictures of all prompts, in order."""
         return [image for prompt in self.prompts for image in prompt.images]
 
 

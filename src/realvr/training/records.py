@@ -114,6 +114,7 @@ def _with_validation(about: About) -> About:
 
 
 def number_of(step: Step) -> int:
+    """The step of a line of ``metrics.jsonl``; 0 before the first."""
     return int(step["step"] or 0)
 
 

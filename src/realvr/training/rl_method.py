@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
+from typing_extensions import override
 
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.loading import trained_latents
@@ -81,6 +82,7 @@ class RolloutConfig(MethodConfig):
             raise ValueError("rewards: no reward has a weight, so there is nothing to learn from")
         return self
 
+    @override
     def memory_advice(self) -> list[str]:
         return ["set method.memory checkpointed"] if self.memory != "checkpointed" else []
 
@@ -104,6 +106,7 @@ class RolloutMethod(Method[RlSettings, RC, RlBatch]):
         super().__init__(backbone, config)
         self.forbidden = backbone.forbidden_ids().to(backbone.device)
 
+    @override
     def begin(self, run: Run[RlSettings]) -> None:
         super().begin(run)
         c, settings = self.config, run.settings
@@ -206,6 +209,7 @@ class RolloutMethod(Method[RlSettings, RC, RlBatch]):
             return {**self._position(), "rollouts": []}
         return {**self._before, "rollouts": self.rollouts.state_dict(), "after": self._position()}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._kept, self._loaded = [], state
         same_data = state["samples"]["sizes"] == self.samples.state_dict()["sizes"]
@@ -217,6 +221,7 @@ class RolloutMethod(Method[RlSettings, RC, RlBatch]):
         self.bank.load_state_dict(position["bank"])
         self.draws.load_state_dict(position)
 
+    @override
     def export(self, directory: Path) -> None:
         self.adapters.export(self.backbone, directory)
 

@@ -81,9 +81,11 @@ class Rollouts:
             )
 
     def state_dict(self) -> list[dict[str, Any]]:
+        """Rollouts of the batch in hand, so that a run killed within it does not sample others."""
         return [_pack(made) for made in self.made]
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+        """Hand out what was sampled before the kill."""
         self.saved, self.made = [_unpack(each) for each in state], []
 
 

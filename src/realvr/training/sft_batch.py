@@ -95,6 +95,7 @@ class SftBatch:
         self.images, self.stacked = tuple(unique[place] for place in order), None
 
     def to(self, device: torch.device) -> SftBatch:
+        """On a device, in place."""
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 setattr(self, name, value.to(device, non_blocking=True))

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from pydantic import Field
 from torch import Tensor
+from typing_extensions import override
 
 from realvr.backbone.backbone import Backbone, VisualTokens
 from realvr.backbone.loading import DEFAULT_LATENTS, trained_latents
@@ -57,6 +58,7 @@ class PackedConfig(EvidenceConfig):
     allow_no_evidence: bool = False
     """Train with latents although no row has an evidence box. The latents then learn nothing."""
 
+    @override
     def memory_advice(self) -> list[str]:
         return [] if self.gradient_checkpointing else ["set method.gradient_checkpointing true"]
 
@@ -85,10 +87,12 @@ class EncodedSamples:
                 raise too_many(draws, self.settings, f"after {fruitless:,} rows without a usable one")
 
     def state_dict(self) -> dict[str, Any]:
+        """Position in the data, with the counts of rows that were left out."""
         # With the counts: rows of a window that is filled again after a kill are drawn again too.
         return {**self.samples.state_dict(), "counts": self.encoder.draws.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a checkpoint was written."""
         self.samples.load_state_dict(state)
         if "counts" in state:  # not in checkpoints of earlier versions
             self.encoder.draws.load_state_dict(state["counts"])
@@ -105,6 +109,7 @@ class PackedMethod(Method[SftSettings, PC, SftBatch]):
         super().__init__(backbone, config)
         self.features = KeptFeatures(backbone)
 
+    @override
     def begin(self, run: Run[SftSettings]) -> None:
         super().begin(run)
         c, settings = self.config, run.settings
@@ -173,13 +178,16 @@ class PackedMethod(Method[SftSettings, PC, SftBatch]):
 
     # ------------------------------------------------------------------ state
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         return {"stream": self.stream.state_dict()}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.stream.load_state_dict(state["stream"])
         self._rows = None
 
+    @override
     def export(self, directory: Path) -> None:
         self.adapters.export(self.backbone, directory)
 

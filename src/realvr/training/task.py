@@ -48,7 +48,9 @@ class Task(Protocol):
         ...
 
     @property
-    def term_names(self) -> tuple[str, ...]: ...
+    def term_names(self) -> tuple[str, ...]:
+        """Names of the terms of the loss, as metrics and logs call them."""
+        ...
 
     def collect(self, step: int) -> Collected[Any]:
         """Read data, roll out, score, gather across ranks: everything of step ``step`` that needs no gradient."""
@@ -62,7 +64,9 @@ class Task(Protocol):
         """What must survive a kill beside model, optimizer and RNG: data position, banks. JSON values and tensors."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        ...
 
     def export(self, directory: Path) -> None:
         """Write the trained model as a plain HF directory."""

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from typing_extensions import override
 
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.samples import answer_tokens, conversation, pad_answers
@@ -60,6 +61,7 @@ class CurrentModel(ModelResponder):
         self._latents = latents
 
     @property
+    @override
     def latents(self) -> int:
         return self._latents
 

@@ -69,6 +69,7 @@ class Key:
 
     @property
     def swatch(self) -> Markup:
+        """The line or dot beside its words."""
         return swatch(self.number, self.dashed)
 
 
@@ -131,6 +132,8 @@ def tables_of(widgets: Sequence[Widget]) -> Iterator[Table]:
 
 @dataclass
 class Section:
+    """A section of the report. ``id`` is its anchor."""
+
     id: str
     title: str
     widgets: list[Any] = field(default_factory=list)
@@ -154,6 +157,7 @@ def number(value: float | None, digits: int = 1, sign: bool = False) -> str:
 
 
 def interval(pair: Sequence[float | None] | None, digits: int = 1, sign: bool = False) -> str:
+    """In brackets; nothing where an end is missing."""
     if pair is None or pair[0] is None or pair[1] is None:
         return ""
     return f"[{number(pair[0], digits, sign)}, {number(pair[1], digits, sign)}]"

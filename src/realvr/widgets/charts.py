@@ -20,6 +20,8 @@ COLOURS = 8
 
 @dataclass(frozen=True)
 class Point:
+    """A value with its interval, where it has one."""
+
     x: float
     y: float
     low: float | None = None

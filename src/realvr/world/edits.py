@@ -57,6 +57,7 @@ class Pair:
 
     @property
     def changed(self) -> bool:
+        """Whether the edit changes the answer."""
         return self.before.answer != self.after.answer
 
 

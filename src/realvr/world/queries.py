@@ -28,6 +28,7 @@ class Description:
     shape: str = ""
 
     def fits(self, item: Object) -> bool:
+        """Whether it describes the object; what it leaves out may be anything."""
         return (
             self.size in ("", item.size)
             and self.texture in ("", item.texture)
@@ -46,6 +47,7 @@ class Description:
         return [k for k, count in enumerate(wrong) if count == 1]
 
     def words(self) -> tuple[str, ...]:
+        """Its words in the order of English."""
         return tuple(word for word in (self.size, self.texture, self.color, self.shape) if word)
 
     def __str__(self) -> str:

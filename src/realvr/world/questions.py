@@ -80,6 +80,7 @@ class Question:
 
     @property
     def kind(self) -> str:
+        """Name of its kind."""
         return self.query.kind
 
     @property

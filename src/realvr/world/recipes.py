@@ -141,10 +141,12 @@ class Recipe:
 
     @property
     def info(self) -> Split:
+        """The split that is drawn."""
         return SPLITS[self.split]
 
     @property
     def canvas(self) -> tuple[int, int]:
+        """Width and height of the pictures."""
         return self.size or self.info.size
 
     @property

@@ -97,6 +97,7 @@ class Scene:
 
     @property
     def size(self) -> tuple[int, int]:
+        """Width and height."""
         return self.width, self.height
 
     def cell(self, item: Object) -> tuple[int, int]:

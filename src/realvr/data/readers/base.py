@@ -88,6 +88,7 @@ class Context:
 
     @property
     def source(self) -> Source:
+        """Where the row came from, for messages and records."""
         return Source(str(self.file), self.row)
 
     def kept(self, name: str, make: Callable[[], ImageRef]) -> ImageRef:

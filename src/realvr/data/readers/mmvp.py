@@ -35,7 +35,7 @@ _OPTION = re.compile(r"\(([a-z])\)\s*")
 
 
 def parse_options(text: str) -> list[str]:
-    """ "(a) Open (b) Closed" -> ["Open", "Closed"]. Only letters in order start an option."""
+    """The options of "(a) Open (b) Closed". Only letters in order start one."""
     starts: list[tuple[int, int]] = []
     for match in _OPTION.finditer(text):
         if match[1].upper() == LETTERS[len(starts) : len(starts) + 1]:

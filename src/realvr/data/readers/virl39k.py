@@ -1,4 +1,4 @@
-"""ViRL39K: parquet rows with image paths and ``\\boxed{}`` answers, without boxes."""
+r"""ViRL39K: parquet rows with image paths and ``\boxed{}`` answers, without boxes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BOXED = "\\boxed{"
 
 
 def unbox(text: str) -> str:
-    """Content of the last ``\\boxed{...}``; text without one is the answer itself. Raises on unbalanced braces."""
+    r"""Content of the last ``\boxed{...}``; text without one is the answer itself. Raises on unbalanced braces."""
     start = text.rfind(_BOXED)
     if start < 0:
         return text.strip()

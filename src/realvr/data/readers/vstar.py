@@ -41,7 +41,7 @@ _ANYWHERE = re.compile(r"\(([A-Z])\)\s*")
 
 
 def split_text(text: str) -> tuple[str, list[str]]:
-    """(question, options) of "What …?\\n(A) red\\n(B) blue\\nAnswer with …"; options may also follow on one line."""
+    r"""(question, options) of "What …?\n(A) red\n(B) blue\nAnswer with …"; options may also follow on one line."""
     for pattern in (_AT_LINE_START, _ANYWHERE):
         starts: list[re.Match[str]] = []
         for match in pattern.finditer(text):

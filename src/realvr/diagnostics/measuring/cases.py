@@ -103,6 +103,7 @@ class Bench:
         self.latents_RKD: Tensor = views.latents_RKD
 
     def case(self, number: int, pair: Pair, answers: Answers, about: str, steps: Sequence[int]) -> Case:
+        """Everything that the explorer shows of one pair."""
         own = self.views.rows[number]
         pictures = [view.images[view.shown[0]].open() for view in pair.views]
         changed = changed_cells(pictures[0], pictures[1], canvas_size(self.grids[own[0]]))

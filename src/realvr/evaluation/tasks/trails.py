@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from realvr.data.readers import jsonl
 from realvr.data.sample import Sample
 from realvr.evaluation.benchmark import Benchmark, Facts
@@ -52,5 +54,6 @@ class Trails(Benchmark):
     )
 
     @classmethod
+    @override
     def stratum(cls, sample: Sample) -> tuple[Hashable, ...]:
         return (*super().stratum(sample), sample.tags.get("kind", ""), sample.tags.get("arrows", ""))

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from realvr.training.engine.protocol import Engine, T
 from realvr.training.engine.whole import estimate_whole, load_whole, save_whole
@@ -54,20 +55,25 @@ class DDP(Engine):
     # ------------------------------------------------------------------ processes
 
     @property
+    @override
     def rank(self) -> int:
         return int(self.accelerator.process_index)
 
     @property
+    @override
     def world(self) -> int:
         return int(self.accelerator.num_processes)
 
     @property
+    @override
     def device(self) -> torch.device:
         return self.accelerator.device
 
+    @override
     def barrier(self) -> None:
         self.accelerator.wait_for_everyone()
 
+    @override
     def gather_objects(self, value: T) -> list[T]:
         from accelerate.utils import gather_object
 
@@ -85,6 +91,7 @@ class DDP(Engine):
 
     # ------------------------------------------------------------------ parameters
 
+    @override
     def prepare(self, module: nn.Module, optim: OptimSettings) -> None:
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ValueError("no parameter of the module is trainable")
@@ -102,21 +109,26 @@ class DDP(Engine):
         return self._wrapped
 
     @property
+    @override
     def module(self) -> nn.Module:
         return self.accelerator.unwrap_model(self.wrapped)
 
+    @override
     def full_parameters(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    @override
     def freeze(self, module: nn.Module) -> None:
         module.requires_grad_(False)
 
     # ------------------------------------------------------------------ one optimizer step
 
+    @override
     def forward(self, microbatch: object, term: str | None = None) -> tuple[Tensor, Metrics]:
         return self.wrapped(microbatch) if term is None else self.wrapped(microbatch, term=term)
 
     @contextmanager
+    @override
     def accumulate(self, last: bool) -> Iterator[None]:
         self.accelerator.sync_gradients = last
         with contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped):
@@ -126,10 +138,12 @@ class DDP(Engine):
         """DDP averages over ranks and the losses of the ranks add up, hence the factor."""
         self.accelerator.backward(loss * self.world)
 
+    @override
     def gradient_norm(self, clip: float = 0.0) -> float:
         norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), clip or float("inf"))
         return float(norm)
 
+    @override
     def step(self, lr: float) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -137,6 +151,7 @@ class DDP(Engine):
         self._optimizer.step()
         self.drop_gradients()
 
+    @override
     def drop_gradients(self) -> None:
         self.accelerator.sync_gradients = True
         self._optimizer.zero_grad(set_to_none=True)
@@ -167,12 +182,15 @@ class DDP(Engine):
 
     # ------------------------------------------------------------------ saving, memory
 
+    @override
     def save(self, directory: Path) -> None:
         if self.main:
             save_whole(directory, self.module, self._optimizer)
 
+    @override
     def load(self, directory: Path) -> None:
         load_whole(directory, self.module, self._optimizer)
 
+    @override
     def estimate(self, module: nn.Module, optim: OptimSettings) -> dict[str, int]:
         return estimate_whole(module, optim)

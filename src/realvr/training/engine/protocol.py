@@ -34,7 +34,9 @@ class Ranks(Protocol):
     """What a method may ask."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Number of this process."""
+        ...
 
     @property
     def world(self) -> int:
@@ -42,7 +44,9 @@ class Ranks(Protocol):
         ...
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Where batches have to be."""
+        ...
 
     def gather_objects(self, value: T) -> list[T]:
         """The values of all ranks, in rank order, on every rank."""
@@ -87,7 +91,9 @@ class Engine(ABC):
 
     @property
     @abstractmethod
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Number of this process."""
+        ...
 
     @property
     @abstractmethod
@@ -96,7 +102,9 @@ class Engine(ABC):
 
     @property
     @abstractmethod
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Where batches have to be."""
+        ...
 
     @abstractmethod
     def gather_objects(self, value: T) -> list[T]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from typing_extensions import override
 
 from realvr.backbone.backbone import VisualTokens
 from realvr.latent.span import decoder_pass, token_logprobs
@@ -60,6 +61,7 @@ class Base(Method[BaseSettings, BaseConfig, BaseBatch]):
     span = False
     term_names = ("next_token", "caption", "dense", "feature_norm", "spread")
 
+    @override
     def begin(self, run: Run[BaseSettings]) -> None:
         super().begin(run)
         backbone, c = self.backbone, self.config
@@ -75,9 +77,11 @@ class Base(Method[BaseSettings, BaseConfig, BaseBatch]):
         self._position: dict[str, Any] | None = None
         self._prefetched: Generator[Any] | None = None
 
+    @override
     def modules(self) -> dict[str, nn.Module]:
         return {**super().modules(), "heads": self.heads}
 
+    @override
     def collect(self, step: int) -> Collected[BaseBatch]:
         batches, drawn = next(self._steps(step))
         self.draws.add(drawn)
@@ -101,6 +105,7 @@ class Base(Method[BaseSettings, BaseConfig, BaseBatch]):
         world = torch.tensor(1 / self.ranks.world, device=device)
         return Collected(batches, {"tokens": (tokens, world), **self.draws.metrics(device, self.ranks.world)})
 
+    @override
     def terms(self, b: BaseBatch) -> Iterator[Term]:
         c, rows, share = self.config, b.rows, len(b.rows.names) / b.totals["examples"]
         visual = self.backbone.encode_images(rows.images, train=True)
@@ -173,9 +178,11 @@ class Base(Method[BaseSettings, BaseConfig, BaseBatch]):
 
     # ------------------------------------------------------------------ state
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         return {"samples": self._position or self.samples.state_dict(), "draws": self.draws.state_dict()}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.close()
         self.samples.load_state_dict(state["samples"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from typing_extensions import override
 
 from realvr.backbone.backbone import Backbone
 from realvr.training.methods.lvr_sft import LvrSft, LvrSftConfig
@@ -38,10 +39,12 @@ class DirectAux(LvrSft):
         width = backbone.width
         self.head = nn.Linear(width, self.auxiliary * width, device=backbone.device, dtype=backbone.dtype)
 
+    @override
     def modules(self) -> dict[str, nn.Module]:
         return {**super().modules(), "head": self.head}
 
     @classmethod
+    @override
     def targets_each(cls, settings: SftSettings) -> int:
         config = settings.method
         return config.auxiliary_targets if isinstance(config, DirectAuxConfig) else 0

@@ -100,6 +100,7 @@ class Board:
 
     @property
     def grid(self) -> Grid:
+        """Rows and columns."""
         return len(self.rows), len(self.rows[0])
 
     @property
@@ -108,6 +109,7 @@ class Board:
         return [[thing.entry for thing in row] for row in self.rows]
 
     def at(self, cell: Cell) -> Thing:
+        """What stands in a cell."""
         return self.rows[cell[0]][cell[1]]
 
     def has(self, cell: Cell) -> bool:
@@ -125,6 +127,7 @@ class Board:
         return Board(tuple(tuple(row) for row in rows))
 
     def follow(self, start: Cell) -> list[Cell] | None:
+        """Cells of the trail from a cell to its circle; None where it leaves the board or never ends."""
         return follow(self.entries, start)
 
     def box(self, cell: Cell, size: tuple[int, int]) -> PixelBox:

@@ -47,14 +47,17 @@ class Trail:
 
     @property
     def start(self) -> Thing:
+        """The arrow that the question names."""
         return self.board.at(self.cells[0])
 
     @property
     def end(self) -> Thing:
+        """The circle that is asked for."""
         return self.board.at(self.cells[-1])
 
     @property
     def arrows(self) -> int:
+        """Length of the trail; the circle does not count."""
         return len(self.cells) - 1
 
 
