@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 # Where a wheel index offers several builds of torch, this exact spelling picks the CPU one that CI uses.
 TORCH ?= torch==2.13.0
+# trackio asks for pillow < 13, for pictures that are not logged here; CI tests with pillow 13, so it comes without its
+# dependencies, and those that logging needs are named.
+TRACKIO := trackio gradio_client httpx httpcore orjson brotli python-multipart starlette uvicorn
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -14,6 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[train,report,dev,docs]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps $(TRACKIO)
 	touch $(STAMP)
 
 demo: $(STAMP)

@@ -7,9 +7,7 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,27 +15,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "training_task.py"
-
-
-def command(*launcher: str, **options: Any) -> list[str]:
-    return [sys.executable, *launcher, str(SCRIPT), json.dumps(options)]
-
-
-def two_ranks(**options: Any) -> list[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port")
-    return command(*launcher, str(port), **options)
-
-
-def environment() -> dict[str, str]:
-    source = str(SCRIPT.parents[1] / "src")
-    return os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{source}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-    }
+from task_processes import command, environment, lines, two_ranks
 
 
 def start(
@@ -46,10 +24,6 @@ def start(
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=300, env=environment(), preexec_fn=limit)
     assert done.returncode == code, done.stdout + done.stderr
     return done
-
-
-def lines(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(out: Path) -> list[float]:

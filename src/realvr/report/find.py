@@ -25,7 +25,7 @@ from realvr.training.records import METRICS, TrainingRun, load_run
 
 ARM_LIST = "demo.json"
 _SETTINGS = "_settings.json"
-_SKIPPED = {"final", "best", "checkpoints", "latents", "tensorboard", "report", "world"}
+_SKIPPED = {"final", "best", "checkpoints", "latents", "tensorboard", "wandb", "report", "world"}
 _GENERIC = {"train", "training", "eval", "evaluation", "pairs", "sweep"}
 """Folder names that say what was done and not to which model, beside the names of diagnostics."""
 Found = dict[Path, list[tuple[Result, str]]]

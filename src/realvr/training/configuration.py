@@ -59,15 +59,21 @@ def _names(flags: Sequence[str]) -> Iterator[str]:
     return (flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--"))
 
 
+_OPTIONAL_SWITCHES = ("model.tiles", "log.tensorboard")
+"""Settings that are true, false or None."""
+
+
 def _switches(flags: Sequence[str]) -> list[str]:
     """``--model.tiles`` and ``--model.no-tiles`` without a value, which tyro wants for a setting that may be None."""
+    yes = {f"--{name}" for name in _OPTIONAL_SWITCHES}
+    no = {f"--{name.replace('.', '.no-')}": f"--{name}" for name in _OPTIONAL_SWITCHES}
     found: list[str] = []
     for index, flag in enumerate(flags):
-        if flag == "--model.no-tiles":
-            found += ["--model.tiles", "False"]
+        if flag in no:
+            found += [no[flag], "False"]
             continue
         found.append(flag)
-        if flag == "--model.tiles" and (index + 1 == len(flags) or flags[index + 1].startswith("--")):
+        if flag in yes and (index + 1 == len(flags) or flags[index + 1].startswith("--")):
             found.append("True")
     return found
 

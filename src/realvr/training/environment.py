@@ -18,6 +18,8 @@ PACKAGES = (
     "peft",
     "math-verify",
     "tensorboard",
+    "wandb",
+    "trackio",
     "matplotlib",
     "scipy",
     "scikit-learn",

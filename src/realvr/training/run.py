@@ -11,6 +11,7 @@ from realvr.runs.folder import open_run_folder
 from realvr.runs.progress import busy
 from realvr.runs.quiet import quiet_transformers
 from realvr.training import loop, method
+from realvr.training.boards import check_installed
 from realvr.training.dry_run import dry_run
 from realvr.training.engine import Engine, start_engine
 from realvr.training.settings import StageSettings
@@ -30,6 +31,7 @@ def train(settings: StageSettings, *, dry: bool = False, take_over: bool = False
         with ExitStack() as held:
             if not dry:  # before the model is read: a folder that another run writes should not cost minutes
                 _claim(held, engine, settings, verb, take_over)
+            check_installed(settings.log.to)
             engine.seed(settings.run.seed)
             with busy(f"{verb}: reading model and data", engine.main and settings.log.console):
                 made = method.build(settings, engine)

@@ -261,10 +261,24 @@ class LogSettings(Section):
     parts_every: int = Field(default=25, ge=0)
     """Steps between measurements of the gradient norm of each term of the loss alone; 0: never. Each costs one more
     forward and backward pass per term."""
-    tensorboard: bool = True
-    """Write TensorBoard files into ``run.out/tensorboard``."""
+    to: list[Literal["tensorboard", "wandb", "trackio"]] = ["tensorboard"]
+    """Where the metrics of every step go beside ``metrics.jsonl``: TensorBoard files in ``run.out/tensorboard``,
+    Weights & Biases, trackio. ``[]``: nowhere else."""
+    project: str = Field(default="realvr", min_length=1)
+    """Project of the run in Weights & Biases and trackio."""
+    tensorboard: bool | None = None
+    """Earlier name: ``true`` adds tensorboard to ``to``, ``false`` takes it out."""
     console: bool = True
     """Show progress on the console."""
+
+    @model_validator(mode="after")
+    def _one_list(self) -> LogSettings:
+        if self.tensorboard:
+            self.to = ["tensorboard", *self.to]
+        elif self.tensorboard is not None:
+            self.to = [name for name in self.to if name != "tensorboard"]
+        self.to, self.tensorboard = list(dict.fromkeys(self.to)), None
+        return self
 
 
 class DiagnoseSettings(Section):

@@ -1,4 +1,4 @@
-"""Records of a run while it runs: JSONL always, TensorBoard on request, and progress on the console."""
+"""Records of a run while it runs: JSON lines always, trackers on request (``log.to``), progress on the console."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from realvr.runs.files import Json
 from realvr.runs.guard import note
 from realvr.runs.journal import Appender, keep_lines
 from realvr.runs.progress import Bars, Ticker, duration
+from realvr.training.boards import Boards
 from realvr.training.sections import LogSettings
 
 LINE = {
@@ -59,7 +60,7 @@ class Tracker:
         self._metrics: Appender | None = None
         self._completions: Appender | None = None
         self._validation: Appender | None = None
-        self._board: Any = None
+        self._boards: Boards | None = None
         self._bars: Bars | None = None
         self._durations: deque[float] = deque(maxlen=20)
         self._step, self._begun = step, time.monotonic()
@@ -69,15 +70,13 @@ class Tracker:
 
     def _open(self, step: int) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
+        seen = last_step(self.out / "metrics.jsonl")
         self.last = truncate(self.out / "metrics.jsonl", step)
         truncate(self.out / "completions.jsonl", step)
         truncate(self.out / "validation.jsonl", step)
         self._metrics = Appender(self.out / "metrics.jsonl")
         self._completions = Appender(self.out / "completions.jsonl")
-        if self.settings.tensorboard:
-            from realvr.training.board import Board
-
-            self._board = Board(self.out / "tensorboard", step + 1)
+        self._boards = Boards(self.settings.to, self.out, self.settings.project, step + 1, seen)
         if self.settings.console and self.console.is_terminal:
             self._bars = Bars(self.console, "count", "elapsed", stay=True).__enter__()
             self._bar = self._bars.add("", self.steps, step)
@@ -96,8 +95,8 @@ class Tracker:
         self._durations.append(seconds)
         self.last = {"step": step, **{name: _finite(value) for name, value in metrics.items()}}
         self._write(self._metrics, {**self.last, "seconds": round(seconds, 6), "time": round(time.time(), 3)})
-        if self._board is not None:
-            self._board.add(step, metrics)
+        if self._boards is not None:
+            self._boards.add(step, metrics)
         line = self._line(metrics, step)
         if self._bars is not None:
             self._bars.set(self._bar, step, note=line)
@@ -150,7 +149,7 @@ class Tracker:
         self._ticker.__exit__(None, None, None)
         if self._bars is not None:
             self._bars.__exit__()
-        for file in (self._metrics, self._completions, self._validation, self._board):
+        for file in (self._metrics, self._completions, self._validation, self._boards):
             if file is not None:
                 with suppress(OSError):  # every line was flushed when it was written: what fails now failed then
                     file.close()
@@ -162,6 +161,14 @@ class Tracker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def last_step(path: Path) -> int:
+    """The largest step of which there is a record; 0 where there is none."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as lines:
+        return max((value["step"] for line in lines if (value := _parsed(line)) is not None), default=0)
 
 
 def truncate(path: Path, step: int) -> dict[str, Any]:

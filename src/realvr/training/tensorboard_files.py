@@ -17,7 +17,7 @@ from torch.utils.tensorboard.summary import scalar
 from realvr.runs.files import naming
 
 
-class Board:
+class TensorBoard:
     """Scalars of one run. Those of earlier files from step ``first`` on are superseded."""
 
     def __init__(self, folder: Path, first: int) -> None:
