@@ -8,8 +8,10 @@ TORCH ?= torch==2.13.0
 TRACKIO := trackio gradio_client httpx httpcore orjson brotli python-multipart starlette uvicorn
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# lmms-eval pins other versions than ours: an environment of its own, over the packages of $(VENV).
+LMMS := .venv-lmms
 
-.PHONY: demo test test-slow lint docs docs-serve env browser clean
+.PHONY: demo test test-slow lint docs docs-serve env browser lmms clean
 
 env: $(STAMP)
 
@@ -31,10 +33,22 @@ browser:
 	apt-get install -qq -y --no-install-recommends chromium; }; } >/dev/null 2>&1; then echo "installed chromium"; \
 	else echo "no Chromium here: the tests of the report that need a browser are skipped"; fi
 
+# lmms-eval for the test of its adapter, where it can be installed; without it that test is skipped.
+lmms: $(STAMP)
+	@$(MAKE) --no-print-directory $(LMMS)/.installed || echo "no lmms-eval here: the test of its adapter is skipped"
+
+$(LMMS)/.installed: $(STAMP) tests/integrations/lmms_eval.txt
+	$(BIN)/python -m venv --clear $(LMMS)
+	$(LMMS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/integrations/lmms_eval.txt
+	$(LMMS)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	> $$($(LMMS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/packages-of-realvr.pth
+	touch $@
+
 test: $(STAMP) browser
 	$(BIN)/python -m pytest -n auto -q
 
-test-slow: $(STAMP) browser
+test-slow: $(STAMP) browser lmms
 	$(BIN)/python -m pytest -n auto -q -m slow
 
 lint: $(STAMP)
@@ -51,4 +65,4 @@ docs-serve: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(LMMS) runs build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

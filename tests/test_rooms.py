@@ -36,6 +36,7 @@ ROOMS = {
     "evaluation": "imaging data world backbone latent",
     "training": "imaging data world backbone latent evaluation",
     "diagnostics": "imaging data world backbone latent evaluation",
+    "integrations": "imaging data backbone latent evaluation",
     "report": "imaging data world backbone latent evaluation training diagnostics",
     "demo": "imaging data world backbone zoo latent evaluation training diagnostics report",
     "cli": "imaging data world backbone zoo latent evaluation training diagnostics report demo",

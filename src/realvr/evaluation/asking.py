@@ -97,41 +97,46 @@ class Asker:
             [Reply("", finish="error", error=item.error) for item in asked] for _ in range(len(plans))
         ]
         ready = [number for number, item in enumerate(asked) if item.error is None]
-        start = 0
-        while start < len(ready):
-            part = ready[start : start + self.size]
-            answered = self._reply(
-                bench, [asked[number] for number in part], [_rows(plan, part) for plan in plans], seed
-            )
-            if answered is None:
-                continue
-            for row, found in zip(replies, answered, strict=True):
-                for number, reply in zip(part, found, strict=True):
-                    row[number] = reply
-            start += len(part)
-        return replies
-
-    def _reply(self, bench: str, asked: Sequence[Asked], plans: Sequence[Plan], seed: int) -> list[list[Reply]] | None:
-        """Replies, or None where the batch was too large and has been halved."""
         requests = [
             Request(
                 item.sample,
                 conversation(item.sample, item.images, benchmark_of(bench).prompt(item.sample)),
                 request_seed(seed, bench, item.sample.id),
             )
-            for item in asked
+            for item in (asked[number] for number in ready)
         ]
+        for row, found in zip(replies, self.put(bench, requests, [_rows(plan, ready) for plan in plans]), strict=True):
+            for number, reply in zip(ready, found, strict=True):
+                row[number] = reply
+        return replies
+
+    def put(self, bench: str, requests: Sequence[Request], plans: Sequence[Plan]) -> list[list[Reply]]:
+        """Replies per plan, per request, however they are worded; ``bench`` is what an error calls the set."""
+        replies: list[list[Reply]] = [[] for _ in plans]
+        start = 0
+        while start < len(requests):
+            part = range(start, min(start + self.size, len(requests)))
+            answered = self._reply(bench, [requests[r] for r in part], [_rows(plan, part) for plan in plans])
+            if answered is None:
+                continue
+            for row, found in zip(replies, answered, strict=True):
+                row += found
+            start += len(part)
+        return replies
+
+    def _reply(self, bench: str, requests: Sequence[Request], plans: Sequence[Plan]) -> list[list[Reply]] | None:
+        """Replies, or None where the batch was too large and has been halved."""
         try:
             return self.responder.reply(requests, plans)
         except torch.cuda.OutOfMemoryError:
             pass  # handled outside: the traceback would keep the tensors of the failed pass alive
-        if len(asked) == 1:
+        if len(requests) == 1:
             raise UserError(
-                f"{bench}, question {asked[0].sample.id}: the GPU's memory does not suffice for one question; give "
+                f"{bench}, question {requests[0].sample.id}: the GPU's memory does not suffice for one question; give "
                 "fewer visual tokens per image (--max-tokens), or a smaller --dtype"
             )
         torch.cuda.empty_cache()
-        self.size = (len(asked) + 1) // 2
+        self.size = (len(requests) + 1) // 2
         print(f"realvr: note: out of GPU memory, going on with batches of {self.size}", file=sys.stderr)
         return None
 
