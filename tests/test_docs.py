@@ -67,7 +67,7 @@ def test_the_contents_link_every_page() -> None:
     linked = set(re.findall(r"\]\(([\w.]+\.md)\)", (ROOT / "docs" / "index.md").read_text()))
     assert linked == pages - {"index.md"}
     from_readme = set(re.findall(r"\]\(docs/([\w.]+\.md)[^)]*\)", (ROOT / "README.md").read_text()))
-    assert "index.md" in from_readme or from_readme >= pages - {"index.md", "how_it_works.md"}
+    assert "index.md" in from_readme or from_readme >= pages - {"index.md", "how_it_works.md", "recipes.md"}
 
 
 def test_tests_that_are_named_exist() -> None:

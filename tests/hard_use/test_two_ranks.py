@@ -21,9 +21,10 @@ CONFIGS = sorted((FOLDER / "own").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_a_batch_divides_over_two_processes(config: Path) -> None:
+def test_a_batch_divides_over_its_processes(config: Path) -> None:
+    """Two processes, and the eight of the files that are for them."""
     settings = load_settings(config.stem.split("-")[-1], config)
-    assert settings.optim.batch % (2 * settings.optim.microbatch) == 0
+    assert settings.optim.batch % ((8 if "ddp" in config.stem else 2) * settings.optim.microbatch) == 0
 
 
 def launcher(kind: str, config: Path) -> list[str]:
@@ -44,6 +45,8 @@ def test_two_processes_train(config: Path, build_tiny: Callable[[str], Path], tm
     if "mini" not in config.stem:  # the same settings on a model that fits here
         model = with_markers(build_tiny("qwen2.5-vl"), tmp_path / "model", latents=8)
         flags += ["--model.path", str(model), "--model.dtype", "float32", "--model.max-tokens", "64"]
+    if "ddp" in config.stem:  # one process of eight has this share of the batch
+        flags += ["--model.min-tokens", "16", "--optim.batch", str(load_settings(kind, config).optim.batch // 8)]
     done = subprocess.run(
         [*launcher(kind, config), *flags], env=environment(), capture_output=True, text=True, cwd=tmp_path, timeout=600
     )
