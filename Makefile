@@ -18,7 +18,7 @@ env: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[train,report,dev,docs]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[train,dev,docs]"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps $(TRACKIO)
 	touch $(STAMP)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import re
+from collections.abc import Iterable
 
 
 class UserError(Exception):
@@ -13,6 +15,13 @@ class UserError(Exception):
     The command line prints it without a traceback and exits with code 2. It lives outside every subpackage so that
     modules that need no tensor can raise it without importing torch.
     """
+
+
+def require(packages: Iterable[str], extra: str, who: str) -> None:
+    """Refuse early, with the extra that installs them, where packages are missing that ``who`` needs."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"{who} needs {' and '.join(missing)}: pip install 'realvr[{extra}]'")
 
 
 _FULL = "free some space or choose another place; what was written before is kept"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import time
@@ -18,12 +17,11 @@ from realvr.demo.files import is_done, open_demo_folder
 from realvr.demo.plan import DemoSettings, steps_of
 from realvr.demo.summary import DEMO_FILE, DemoSummary, collect, index
 from realvr.demo.team import run_steps
-from realvr.errors import UserError
+from realvr.errors import UserError, require
 from realvr.report.find import ARM_LIST
 from realvr.report.page import build
 from realvr.report.results import ARMS_FILE
 
-NEEDED = {"accelerate": "train"}
 """Packages of extras that the demo uses."""
 
 
@@ -77,7 +75,7 @@ def run_demo(out: Path, settings: DemoSettings, workers: int | None = None, take
     """Do what is not done yet in ``out``; SIGTERM stops like Ctrl-C, after the processes have saved what they have."""
     if workers is not None and workers < 1:
         raise UserError(f"--workers is {workers}: at least one process is needed")
-    _check_packages()
+    require(["accelerate"], "train", "the demo")  # before minutes of work, not after them
     count = workers or min(_cores(), 4)
     console = Console(stderr=True, soft_wrap=True)
     begun = time.monotonic()
@@ -93,14 +91,6 @@ def run_demo(out: Path, settings: DemoSettings, workers: int | None = None, take
         ARMS_FILE.dump(out / ARM_LIST, index(summary))
         page = build((out,), out / "report", title="realvr demo")
     return Finished(summary, page, time.monotonic() - begun)
-
-
-def _check_packages() -> None:
-    """Before minutes of work, not after them."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        extras = ",".join(sorted({NEEDED[name] for name in missing}))
-        raise UserError(f"the demo needs {' and '.join(missing)}: pip install 'realvr[{extras}]'")
 
 
 def _cores() -> int:

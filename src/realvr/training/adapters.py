@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from realvr.backbone.backbone import Backbone
-from realvr.errors import UserError
+from realvr.errors import UserError, require
 from realvr.training.marker_rows import fold_marker_rows, train_marker_rows
 from realvr.training.sections import LoraSettings
 
@@ -26,6 +26,7 @@ class Adapters:
         backbone.freeze_vision()
         if not self.rank:
             return
+        require(["peft"], "train", "lora.rank")
         from peft import LoraConfig, get_peft_model
 
         suffixes = tuple(settings.targets)

@@ -20,9 +20,6 @@ PACKAGES = (
     "tensorboard",
     "wandb",
     "trackio",
-    "matplotlib",
-    "scipy",
-    "scikit-learn",
 )
 
 

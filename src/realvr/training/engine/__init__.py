@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from realvr.errors import UserError
+from realvr.errors import UserError, require
 from realvr.registry import Registry
 from realvr.training.engine.protocol import Engine, Ranks
 
@@ -35,6 +35,7 @@ def start_engine(cpu: bool = False) -> Engine:
             f"two engines want to start here: {' and '.join(engine.name for engine in fitting)}; remove one"
         )
     if fitting:
+        require(fitting[0].packages, "train", "training")
         return fitting[0](cpu)
     if int(os.environ.get("RANK", "0")):  # one line, not one per process
         raise SystemExit(2)
