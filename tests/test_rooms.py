@@ -18,6 +18,7 @@ LEAVES = {
     "lazy": "",
     "families": "errors",
     "runs": "errors",
+    "hub": "errors",
     "answers": "errors",
     "maths": "errors",
     "models": "errors",

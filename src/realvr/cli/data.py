@@ -52,6 +52,7 @@ def check(settings: CheckCommand) -> int:
     Examples:
       realvr data check hr_bench_4k.tsv MMVP/ --quarantine bad.jsonl
       realvr data check train.json --images /data/images --json
+      realvr data check hf:owner/name#train --columns question=problem answer=solution
     """
     done = checking.check(settings)
     if settings.json:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from realvr.data import census, reasons
-from realvr.data.detect import detect, format_named
 from realvr.data.readers.base import BoxUnit, ReadOptions
-from realvr.data.reading import Report, is_quarantine, read
+from realvr.data.readers.jsonl import column_pairs
+from realvr.data.reading import Report, format_of, is_quarantine, read
 from realvr.data.statistics import Statistics
 from realvr.errors import UserError
 from realvr.imaging.files import IMAGE_MISSING
@@ -25,7 +25,7 @@ class CheckSettings:
     """Which files to check, and how they are read.
 
     Args:
-        paths: Data files or folders, in any supported format.
+        paths: Data files or folders in any supported format, or datasets of the hub, hf:OWNER/NAME#SPLIT.
         format: Name of the format, where it should not be detected.
         policy: skip drops and counts bad rows; strict stops at the first, naming file and row.
         images: Folder that image paths are relative to and stay inside; by default that of the data file. / admits
@@ -34,6 +34,7 @@ class CheckSettings:
         quarantine: JSONL file to list dropped and repaired rows in. One of an earlier check is replaced, or removed.
         max_dropped: Largest share of the rows of an input that may be dropped.
         duplicates: drop or rename rows whose id was used before.
+        columns: For rows of questions and answers in columns with other names: question=problem answer=solution.
         split: Split to read from a BLINK tree.
         mmvp_corrected: Correct the answers that the original MMVP file swaps at Index 99/100 and 279/280.
     """
@@ -48,6 +49,7 @@ class CheckSettings:
     duplicates: Literal["drop", "rename"] = "drop"
     split: str = "val"
     mmvp_corrected: bool = False
+    columns: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ def check(settings: CheckSettings) -> Check:
         settings.split,
         settings.mmvp_corrected,
         settings.boxes,
+        columns=column_pairs(settings.columns),
     )
     statistics, report = Statistics(), Report(quarantine=quarantine)
     files: list[dict[str, Any]] = []
@@ -122,7 +125,7 @@ def _check_one(
     dropped, repaired = Counter(report.dropped), Counter(report.repaired)
     entry: dict[str, Any] = {"path": str(path)}
     try:
-        fmt = format_named(format) if format and format != "auto" else detect(path)
+        fmt = format_of(path, format, options)
         entry["format"] = fmt.name
         for sample in read(path, fmt.name, options, report):
             statistics.add(sample)

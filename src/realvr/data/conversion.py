@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from realvr.data.checking import Policy, same_file
 from realvr.data.export import write
 from realvr.data.export_common import Written
 from realvr.data.readers.base import BoxUnit, ReadOptions
+from realvr.data.readers.jsonl import column_pairs
 from realvr.data.reading import Report, read
 from realvr.errors import UserError
 from realvr.runs.progress import Bar
@@ -19,7 +21,7 @@ class ExportSettings:
     """Which file to convert, and to what.
 
     Args:
-        path: Data file or folder, in any supported format.
+        path: Data file or folder in any supported format, or a dataset of the hub, hf:OWNER/NAME#SPLIT.
         out: File to write, or folder for mmvp and blink.
         to: jsonl, visual-cot, lvr, virl39k, mmvp, blink, hr-bench, mme-realworld or vstar.
         format: Name of the input's format, where it should not be detected.
@@ -28,6 +30,7 @@ class ExportSettings:
             absolute paths.
         boxes: What the numbers of boxes are; by default the format's own rule (fractions for our JSON lines).
         link: Link image files into the new folder instead of copying them (hard links; symbolic ones on another disk).
+        columns: For rows of questions and answers in columns with other names: question=problem answer=solution.
         split: Split to read from a BLINK tree.
         mmvp_corrected: Correct the answers that the original MMVP file swaps at Index 99/100 and 279/280.
     """
@@ -42,6 +45,7 @@ class ExportSettings:
     link: bool = False
     split: str = "val"
     mmvp_corrected: bool = False
+    columns: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ def export(settings: ExportSettings) -> Exported:
         split=settings.split,
         mmvp_corrected=settings.mmvp_corrected,
         boxes=settings.boxes,
+        columns=column_pairs(settings.columns),
     )
     try:
         if same_file(out, path):

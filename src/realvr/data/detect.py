@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from realvr.data.readers.base import Format, ReadOptions
 from realvr.data.reasons import FileError
 from realvr.data.streams import json_rows, open_file
 from realvr.data.tables import table_header
+from realvr.hub.datasets import HubFiles, find, is_hub
 
 FORMATS: dict[str, Format] = {
     fmt.name: fmt
@@ -31,6 +33,7 @@ FORMATS: dict[str, Format] = {
 
 # From the most to the least telling columns: HR-Bench columns minus the cycle are nearly those of MME-RealWorld.
 _TABLES = (hr_bench.FORMAT, mme_realworld.FORMAT, blink.FORMAT, virl39k.FORMAT, vstar.FORMAT)
+_PARQUET = (*_TABLES, jsonl.FORMAT)
 _PROBE_ROWS = 5
 
 
@@ -44,6 +47,8 @@ def format_named(name: str) -> Format:
 
 def detect(path: Path) -> Format:
     """The format of a file or folder, from its name and its first rows; raises `FileError` where there is none."""
+    if is_hub(path):
+        return detect(HubFiles(find(str(path)), pictures=False)[0])
     if not path.exists():
         raise FileError(reasons.FILE_MISSING, f"{path}: no such file or folder")
     if path.is_dir():
@@ -52,9 +57,9 @@ def detect(path: Path) -> Format:
         pass
     suffix = path.suffix.lower()
     if suffix == ".parquet":
-        return _by_columns(path, parquet.columns(path))
+        return _by_columns(path, parquet.columns(path), _PARQUET)
     if suffix == ".tsv":
-        return _by_columns(path, table_header(path))
+        return _by_columns(path, table_header(path), _TABLES)
     if suffix == ".csv":
         return FORMATS["mmvp"]
     if suffix in (".json", ".jsonl"):
@@ -73,7 +78,7 @@ def _detect_folder(path: Path) -> Format:
             reasons.NOT_A_FILE,
             f"{path}: is a folder without {mmvp.QUESTIONS} (MMVP) or parquet files; name the data file inside it",
         )
-    return _by_columns(first, parquet.columns(first))
+    return _by_columns(first, parquet.columns(first), _PARQUET)
 
 
 def _lost(fmt: Format, found: list[str]) -> list[str]:
@@ -81,15 +86,16 @@ def _lost(fmt: Format, found: list[str]) -> list[str]:
     return min(([name for name in layout if name not in found] for layout in fmt.tables), key=len)
 
 
-def _by_columns(path: Path, found: list[str]) -> Format:
-    for fmt in _TABLES:
+def _by_columns(path: Path, found: list[str], formats: Sequence[Format]) -> Format:
+    for fmt in formats:
         if not _lost(fmt, found):
             return fmt
-    likely = max(_TABLES, key=lambda fmt: max(len(set(layout) & set(found)) for layout in fmt.tables))
+    likely = max(formats, key=lambda fmt: max(len(set(layout) & set(found)) for layout in fmt.tables))
+    named = "" if jsonl.FORMAT not in formats else "; --columns question=COLUMN … names those of questions and answers"
     raise FileError(
         reasons.WRONG_COLUMNS,
         f"{path}: columns {', '.join(found)[:200]} fit no format; nearest is {likely.name}, which also needs "
-        f"{', '.join(_lost(likely, found))}",
+        f"{', '.join(_lost(likely, found))}{named}",
     )
 
 
@@ -127,30 +133,37 @@ def _json_format(row: dict[str, Any]) -> str | None:
     return None
 
 
-def files_of(path: Path, fmt: Format, options: ReadOptions) -> list[Path]:
-    """The files that one input stands for, in a fixed order."""
+def files_of(path: Path, fmt: Format, options: ReadOptions) -> Sequence[Path]:
+    """The files that one input stands for, in a fixed order. Those of a dataset on the hub are fetched when they are
+    taken, and `check_columns` of all but the first is for who takes them."""
+    if is_hub(path):
+        files = HubFiles(find(str(path)), pictures=options.images is None)
+        check_columns(files[0], fmt, options)
+        return files
     if not path.exists():
         raise FileError(reasons.FILE_MISSING, f"{path}: no such file or folder")
     if not path.is_dir():
-        _check_columns(path, fmt)
+        check_columns(path, fmt, options)
         return [path]
     if not fmt.folders:
         raise FileError(reasons.NOT_A_FILE, f"{path}: is a folder; {fmt.title} is expected as a file")
-    files = parquet.files_in(path) if fmt.files is None else fmt.files(path, options)
-    if not files:
+    found = parquet.files_in(path) if fmt.files is None else fmt.files(path, options)
+    if not found:
         raise FileError(reasons.NOT_A_FILE, f"{path}: is a folder without parquet files")
-    for file in files:
-        _check_columns(file, fmt)
-    return files
+    for file in found:
+        check_columns(file, fmt, options)
+    return found
 
 
-def _check_columns(path: Path, fmt: Format) -> None:
+def check_columns(path: Path, fmt: Format, options: ReadOptions) -> None:
     """Refuse a table whose columns are not those of a format that was named explicitly."""
     suffix = path.suffix.lower()
+    if options.columns:
+        jsonl.check_names(path, options)
     if not fmt.tables or suffix not in (".parquet", ".tsv"):
         return
     found = parquet.columns(path) if suffix == ".parquet" else table_header(path)
-    if lost := _lost(fmt, found):
+    if lost := _lost(fmt, jsonl.translated(found, options)):
         raise FileError(
             reasons.WRONG_COLUMNS, f"{path}: no column {', '.join(lost)} ({fmt.title}); found {', '.join(found)[:200]}"
         )

@@ -13,11 +13,12 @@ from typing import Any, TextIO
 
 from realvr.data import reasons
 from realvr.data.boxes import unshown_box
-from realvr.data.detect import detect, files_of, format_named
+from realvr.data.detect import check_columns, detect, files_of, format_named
 from realvr.data.readers.base import Context, Format, ReadOptions, Row
 from realvr.data.reasons import BadRow
 from realvr.data.sample import ImageRef, Sample
 from realvr.errors import UserError
+from realvr.hub.datasets import HubFiles
 from realvr.imaging.files import ImageError
 from realvr.runs.files import publish
 
@@ -114,20 +115,27 @@ def read(
     options: ReadOptions | None = None,
     report: Report | None = None,
 ) -> Iterator[Sample]:
-    """Samples of a file or folder, in file order, one at a time.
+    """Samples of a file, a folder or a dataset on the hub (``hf:OWNER/NAME#SPLIT``), in order, one at a time.
 
     ``format`` is detected unless named or given. Bad rows are dropped and counted in ``report``, or stop the reading
     with a `UserError` that names file and row (``policy="strict"``). A file that cannot be read at all raises at once.
     """
     options = options or ReadOptions()
     path = Path(path)
-    if isinstance(format, Format):
-        fmt = format
-    else:
-        fmt = format_named(format) if format and format != "auto" else detect(path)
+    fmt = format if isinstance(format, Format) else format_of(path, format, options)
     if fmt.pixels_only and options.boxes == "fractions":
         raise UserError(f"{path}: boxes of {fmt.name} are in pixels by definition; leave out --boxes fractions")
     return _Reading(fmt, options, report if report is not None else Report()).samples(path)
+
+
+def format_of(path: Path, name: str | None, options: ReadOptions) -> Format:
+    """The format of an input: the one that is named, that of our own rows where ``columns`` names theirs, or the one
+    that is detected."""
+    if options.columns and name and name != "auto" and format_named(name).name != "jsonl":
+        raise UserError(f"{path}: columns are for rows in our own layout; leave out the format {name}")
+    if name and name != "auto":
+        return format_named(name)
+    return format_named("jsonl") if options.columns else detect(path)
 
 
 class _Reading:
@@ -146,6 +154,8 @@ class _Reading:
         # HR-Bench counts from 0 in its 4K and in its 8K file: one folder with both must not lose one as duplicates.
         several = len(files) > 1 and self.fmt.name == "hr-bench"
         for position, file in enumerate(files):
+            if position and isinstance(files, HubFiles):
+                check_columns(file, self.fmt, self.options)
             for row in self.fmt.rows(file, self.options):
                 if several:
                     row = replace(row, prefix=f"{file.stem}/")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -14,6 +14,7 @@ from realvr.data import overlay
 from realvr.data.boxes import preview_grid
 from realvr.data.checking import Policy
 from realvr.data.readers.base import BoxUnit, ReadOptions
+from realvr.data.readers.jsonl import column_pairs
 from realvr.data.reading import Report, read
 from realvr.data.sample import Sample
 from realvr.errors import UserError
@@ -31,7 +32,7 @@ class ShowSettings:
     """Which samples to show, and whether to draw them.
 
     Args:
-        path: Data file or folder, in any supported format.
+        path: Data file or folder in any supported format, or a dataset of the hub, hf:OWNER/NAME#SPLIT.
         limit: How many samples.
         save: Folder for the images, with boxes and the covered visual tokens drawn in and the question under them.
         format: Name of the format, where it should not be detected.
@@ -42,6 +43,7 @@ class ShowSettings:
         family: Without a model: the family whose typical token grid is drawn; qwen2.5-vl by default.
         max_tokens: Visual tokens per image, at most, for families whose grid follows the image size. By default the
             checkpoint's, or 1280 without a model.
+        columns: For rows of questions and answers in columns with other names: question=problem answer=solution.
         split: Split to read from a BLINK tree.
         mmvp_corrected: Correct the answers that the original MMVP file swaps at Index 99/100 and 279/280.
     """
@@ -57,6 +59,7 @@ class ShowSettings:
     max_tokens: int | None = None
     split: str = "val"
     mmvp_corrected: bool = False
+    columns: Sequence[str] = ()
 
 
 @dataclass
@@ -86,6 +89,7 @@ def show(settings: ShowSettings, shown: Shown | None = None, grids: Grids | None
         split=settings.split,
         mmvp_corrected=settings.mmvp_corrected,
         boxes=settings.boxes,
+        columns=column_pairs(settings.columns),
     )
     shown, report = shown or Shown(), Report()
     shown.dropped, shown.examples = report.dropped, report.examples

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from realvr.data.sample import Sample
 from realvr.errors import UserError
 from realvr.evaluation.questions import Questions, load, units
+from realvr.hub.datasets import is_hub
 from realvr.runs.guard import note
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def held_out_questions(settings: ValidationSettings) -> Questions | None:
     if settings.path is None:
         return None
     path = Path(settings.path)
-    if not path.exists():
+    if not is_hub(path) and not path.exists():
         raise UserError(f"validation.path: {path} does not exist")
     try:
         questions = load(NAME, path, images=settings.images)

@@ -52,7 +52,8 @@ class SourceSettings(Section):
     """One file or folder of training data."""
 
     path: str
-    """File or folder in any format that ``realvr data check`` reads."""
+    """File or folder in any format that ``realvr data check`` reads, or a dataset on the hub:
+    ``hf:OWNER/NAME#SPLIT``."""
     format: str = "auto"
     """Name of the format; ``auto`` detects it."""
     weight: float = Field(default=1.0, ge=0)
@@ -66,6 +67,9 @@ class SourceSettings(Section):
     ordered: bool | None = None
     """Whether the order of a row's evidence boxes means something, as in a trail; without it the method's
     ``evidence_order: given`` leaves the rows in reading order. None: as each row says, which is yes by default."""
+    columns: dict[str, str] = {}
+    """For rows of questions and answers in columns with other names: our field to their column, such as
+    ``{question: problem, answer: solution, images: picture}``."""
     duplicates: Literal["drop", "rename"] = "drop"
     """What happens to a row whose id was seen before (LLaVA files reuse ids on purpose: ``rename`` keeps them)."""
 
@@ -191,7 +195,8 @@ class ValidationSettings(Section):
     """Held-out questions that the current model answers while it trains. Off unless ``path`` is given."""
 
     path: str | None = None
-    """File or folder of held-out questions, in any format that ``realvr data check`` reads. None: no validation."""
+    """File or folder of held-out questions in any format that ``realvr data check`` reads, or ``hf:OWNER/NAME#SPLIT``.
+    None: no validation."""
     images: str | None = None
     """Folder that image paths are relative to and stay inside. None: the folder of the file."""
     every: int = Field(default=25, ge=1)

@@ -68,13 +68,15 @@ def training_data(settings: TrainSettings, ranks: Ranks) -> TrainingData:
             check_images="none",
             duplicates=source.duplicates,
             boxes=source.boxes,
+            columns=source.columns,
         )
         with Bar(f"data: {source.path}", 1.0, first, share=True) as bar:
             report = Report(on_progress=bar.set)
             try:
                 lists.append((source, list(read(source.path, source.format, options, report)), report))
             except FileError as error:  # name the setting, not the flag of the data verbs
-                raise UserError(str(error).replace("--format", f"--data.sources.{number}.format")) from None
+                text = str(error).replace("--columns", f"data.sources.{number}.columns")
+                raise UserError(text.replace("--format", f"--data.sources.{number}.format")) from None
     images = census.distinct_images([sample for _, samples, _ in lists for sample in samples]) if first else []
     stats = census.image_stats(images)
     missing: set[str] = ranks.gather_objects(census.absent(images, stats))[0]
@@ -128,6 +130,8 @@ def check_command(source: SourceSettings) -> str:
         words += ["--images", str(source.images)]
     if source.boxes:
         words += ["--boxes", source.boxes]
+    if source.columns:
+        words += ["--columns", *(f"{name}={column}" for name, column in source.columns.items())]
     if source.duplicates != "drop":
         words += ["--duplicates", source.duplicates]
     return shlex.join([*words, "--quarantine", "bad.jsonl"])

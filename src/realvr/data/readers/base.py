@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ PIXELS_ABOVE = 2.0
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How files are read. Every field but the last two is a flag of ``realvr data check``."""
+    """How files are read. Every field but broken_images and variant is a flag of ``realvr data check``."""
 
     images: str | Path | None = None
     """Folder that image paths are relative to; None means the folder of the data file."""
@@ -43,6 +43,8 @@ class ReadOptions:
     broken_images: Literal["drop", "keep"] = "drop"
     """What happens to a row that does not hold the image it should (an empty cell, invalid base64, a path that leaves
     the folder): ``keep`` gives it an image that cannot be opened, so that an evaluation counts the question."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """For rows in our own layout: name of a field -> column of the file that holds it, where they differ."""
     variant: str = ""
     """Another way to read the same files, where a benchmark offers one (``realvr eval --variant``)."""
 

@@ -1,14 +1,25 @@
-"""Our own JSON lines: one `Sample` per line, image paths relative to the file, boxes in fractions."""
+"""Our own rows: JSON lines, one `Sample` a line, image paths relative to the file, boxes in fractions; or the same
+fields as columns of a parquet file, whose images may be inside (``{"bytes", "path"}``, as on the hub).
+
+`ReadOptions.columns` reads files whose columns have other names.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import islice
+from pathlib import Path
 from typing import Any, TypeVar
 
 from realvr.data import reasons
+from realvr.data.parquet import columns, parquet_rows
 from realvr.data.readers.base import (
     Context,
     Format,
+    ReadOptions,
+    Row,
     asked_text,
     checked_choices,
     id_of,
@@ -18,7 +29,8 @@ from realvr.data.readers.base import (
     require,
     text_of,
 )
-from realvr.data.reasons import BadRow
+from realvr.data.readers.cells import cell_image, inline_id
+from realvr.data.reasons import BadRow, FileError
 from realvr.data.sample import Box, ImageRef, Message, Sample
 from realvr.data.streams import json_rows
 from realvr.imaging.reference import decode_base64
@@ -56,6 +68,8 @@ def _plain(boxes: list[Box]) -> list[dict[str, Any]]:
 
 def _images(row: dict[str, Any], ctx: Context) -> list[ImageRef]:
     names = require(row, "images")
+    if _is_table(ctx) and isinstance(names, str | bytes | dict):
+        names = [names]
     if not isinstance(names, list):
         raise BadRow(reasons.FIELD_TYPE, f"'images' is {type(names).__name__}, a list is expected")
     if not names:
@@ -65,6 +79,11 @@ def _images(row: dict[str, Any], ctx: Context) -> list[ImageRef]:
         if isinstance(name, dict) and isinstance(name.get("base64"), str):
             inline = str(name.get("id") or f"{ctx.file.name}#{ctx.row}/{position}")
             images.append(ctx.kept(inline, partial(_inline, name["base64"], inline)))
+        elif isinstance(name, bytes) or (isinstance(name, dict) and isinstance(name.get("bytes"), bytes)):
+            inline = inline_id(ctx, str(position))
+            images.append(ctx.kept(inline, partial(cell_image, name, inline)))
+        elif isinstance(name, dict) and isinstance(name.get("path"), str):
+            images.append(ctx.image(name["path"]))
         else:
             images.append(ctx.image(name))
     return images
@@ -130,7 +149,7 @@ def parse(row: dict[str, Any], ctx: Context) -> Sample:
     if is_blank(answer):
         raise BadRow(reasons.ANSWER_EMPTY, "'answer' is empty")
     return Sample(
-        id=id_of(row, "id"),
+        id=_id(row, ctx),
         images=images,
         turns=turns,
         answer=letter_answer(answer, choices) if choices else answer,
@@ -149,4 +168,80 @@ def parse(row: dict[str, Any], ctx: Context) -> Sample:
     )
 
 
-FORMAT = Format("jsonl", "realvr JSON lines", lambda path, options: json_rows(path), parse)
+_ASKED = ("id", "images", "question", "turns", "answer", "choices", "boxes", "response")
+FIELDS = (*_ASKED, "task", "category", "tags", "pair", "cycle", "meta", "earlier_boxes", "ordered")
+TABLES = (("images", "question", "answer"), ("image", "question", "answer"))
+
+
+def _is_table(ctx: Context) -> bool:
+    """Whether the row comes from a file that was not written for us: a table, or one with other names."""
+    return bool(ctx.options.columns) or ctx.file.suffix.lower() == ".parquet"
+
+
+def _id(row: dict[str, Any], ctx: Context) -> str:
+    """The id of a row; tables on the hub often have none, and then it is the row's number."""
+    return f"{ctx.file.stem}/{ctx.row}" if _is_table(ctx) and row.get("id") is None else id_of(row, "id")
+
+
+def column_names(pairs: Mapping[str, str]) -> dict[str, str]:
+    """``columns`` as given: refused where a field is none of ours."""
+    for name in pairs:
+        if name not in FIELDS:
+            raise FileError(
+                reasons.WRONG_COLUMNS, f"columns: no field is called {name!r}; choose one of {', '.join(FIELDS)}"
+            )
+    return dict(pairs)
+
+
+def column_pairs(words: Sequence[str]) -> dict[str, str]:
+    """``FIELD=COLUMN`` words of the command line."""
+    pairs = dict(word.partition("=")[::2] for word in words)
+    if bad := [name for name, column in pairs.items() if not column]:
+        raise FileError(reasons.WRONG_COLUMNS, f"--columns {bad[0]}: write FIELD=COLUMN, such as question=problem")
+    return column_names(pairs)
+
+
+def translated(found: list[str], options: ReadOptions) -> list[str]:
+    """The columns of a file under the names of our fields."""
+    theirs = {column: name for name, column in options.columns.items()}
+    return [theirs.get(name, name) for name in found]
+
+
+def check_names(path: Path, options: ReadOptions) -> None:
+    """Refuse a file without a column that ``columns`` names."""
+    if not column_names(options.columns):
+        return
+    if path.suffix.lower() == ".parquet":
+        found = columns(path)
+    else:
+        probed = [row.data for row in islice(json_rows(path), 5) if row.error is None]
+        found = list(dict.fromkeys(str(key) for row in probed for key in row))
+    for name, column in options.columns.items():
+        if column not in found:
+            there = ", ".join(found)[:200] or "none"
+            raise FileError(
+                reasons.WRONG_COLUMNS, f"{path}: no column {column!r} (columns: {name}={column}); there are {there}"
+            )
+
+
+def rows(path: Path, options: ReadOptions) -> Iterator[Row]:
+    """Rows of JSON lines, or of a parquet file, under the names of our fields."""
+    chosen = column_names(options.columns)
+    if path.suffix.lower() == ".parquet":
+        there = columns(path)
+        if "images" not in chosen and "images" not in there and "image" in there:
+            chosen["images"] = "image"
+        found = parquet_rows(path, [chosen.get(name, name) for name in FIELDS])
+    else:
+        found = json_rows(path)
+    if not chosen:
+        return found
+    return (row if row.error else replace(row, data=_renamed(row.data, chosen)) for row in found)
+
+
+def _renamed(data: dict[str, Any], chosen: Mapping[str, str]) -> dict[str, Any]:
+    """A row with our names; what ``chosen`` does not name keeps its own."""
+    return {**data, **{name: data.get(column) for name, column in chosen.items()}}
+
+
+FORMAT = Format("jsonl", "realvr JSON lines or parquet", rows, parse, folders=True, tables=TABLES)
