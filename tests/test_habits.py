@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -92,6 +93,18 @@ def test_issue_forms_are_forms(form: Path) -> None:
     if form.stem != "config":
         assert {"name", "description", "body"} <= set(content)
         assert all(part["type"] in ("markdown", "textarea", "input", "dropdown") for part in content["body"])
+
+
+UNDOCUMENTED = "from typing import Any\n\n\ndef public(value: Any) -> int:\n    return int(value)\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "rules"), [("src/realvr/new.py", {"ANN401", "D100", "D103"}), ("tests/test_new.py", set())]
+)
+def test_ruff_asks_for_docstrings_and_types_in_the_package(file: str, rules: set[str]) -> None:
+    ruff = [sys.executable, "-m", "ruff", "check", "--output-format", "concise", "--stdin-filename", file, "-"]
+    done = subprocess.run(ruff, input=UNDOCUMENTED, cwd=ROOT, capture_output=True, text=True)
+    assert set(re.findall(r": ([A-Z]+\d+) ", done.stdout)) == rules, done.stdout + done.stderr
 
 
 # ---------------------------------------------------------------------- extras
