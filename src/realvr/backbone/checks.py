@@ -10,47 +10,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForImageTextToText
 
+from realvr.backbone.model_files import REMEDY
 from realvr.backbone.rendering import TemplateError, render
 from realvr.errors import UserError
 from realvr.families import Stock
 from realvr.runs.files import read_json
 
-REMEDY = "copy it from the original model"
-_TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model")
-_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-# Without the vocabularies, which are large: they are looked at when the tokenizer cannot be loaded. transformers itself
-# passes over a damaged generation_config.json in silence, and with it over end tokens.
-_JSON = (
-    "generation_config.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.json",
-    "video_preprocessor_config.json",
-    "model.safetensors.index.json",
-    *_PROCESSORS,
-)
 MOST_LAYERS = 10_000
 _LAYERS = ("num_hidden_layers", "depth")
 _WIDTHS = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_heads")
-
-
-def check_files(source: str) -> None:
-    """For a local directory, name what is missing or damaged before gigabytes are read."""
-    directory = Path(source)
-    if not directory.is_dir():
-        return
-    if not any((directory / name).is_file() for name in _TOKENIZERS):
-        raise UserError(
-            f"{source} has no tokenizer files ({', '.join(_TOKENIZERS)}): copy them from the original model"
-        )
-    if not any((directory / name).is_file() for name in _PROCESSORS):
-        raise UserError(f"{source} has no image processor file ({_PROCESSORS[0]}): {REMEDY}")
-    if not any(directory.glob("*.safetensors")):
-        raise UserError(f"{source} has no weights (*.safetensors)")
-    for name in _JSON:
-        if (directory / name).is_file():
-            read_json(directory / name, REMEDY)
 
 
 def check_vocabulary(source: str) -> None:

@@ -18,14 +18,13 @@ from transformers.utils import cached_file, logging
 
 from realvr.backbone.backbone import Backbone, Markers
 from realvr.backbone.checks import (
-    REMEDY,
-    check_files,
     check_numbers,
     check_size,
     check_template,
     check_vocabulary,
     first_line,
 )
+from realvr.backbone.model_files import REMEDY, check_files
 from realvr.backbone.released import save_weights, settle_output_layer
 from realvr.errors import UserError
 from realvr.families import FAMILIES, MARKERS, Family, Stock, family_of

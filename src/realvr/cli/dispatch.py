@@ -56,6 +56,7 @@ COMMANDS: dict[str, Command] = {
     "score": Command("realvr.cli.score", "score", "Scores with intervals from saved predictions."),
     "compare": Command("realvr.cli.score", "compare", "Two evaluations, question by question."),
     "report": Command("realvr.cli.report", "report", "A page with tables and figures from saved results."),
+    "push": Command("realvr.cli.push", "push", "Upload a model with its card to the hub."),
     "demo": Command("realvr.cli.demo", "demo", "Train and compare small models here, and write a report."),
 }
 

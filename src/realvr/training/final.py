@@ -11,11 +11,9 @@ from realvr.runs.files import publish, sync
 from realvr.training import configuration
 from realvr.training.card import TAG, base_model, card
 from realvr.training.engine import Engine
+from realvr.training.records import BEST, FINAL
 from realvr.training.settings import TrainSettings
 from realvr.training.task import Task
-
-FINAL, BEST = "final", "best"
-"""Folders of a run."""
 
 
 def refuse_foreign(out: Path) -> None:

@@ -21,6 +21,8 @@ from realvr.runs.journal import whole_lines
 from realvr.runs.records import ResultFile, Text
 
 METHOD, METRICS, SETTINGS = "method.json", "metrics.jsonl", "settings.yaml"
+FINAL, BEST = "final", "best"
+"""Model folders of a run."""
 AGAIN = "train the model again"
 BASELINE = "lvr-rl"
 """The method that the report compares the others with, unless it is told otherwise."""
