@@ -123,7 +123,7 @@ def board(drawing: Drawing, x: float, y: float, cell: float) -> None:
 def span() -> str:
     """The span: image, K latents, answer; each latent is fed back as the next input."""
     d = Drawing(
-        1000,
+        886,
         410,
         "The latent span",
         "The image and the question are read, then a start marker. The hidden state at each position becomes the input "
@@ -132,38 +132,38 @@ def span() -> str:
     d.text(24, 34, "z_t is the decoder's hidden state after the final norm, at the position before slot t.", "title")
     d.text(24, 55, "It goes back in as the input of slot t, unchanged. Nothing is sampled inside the span.", "small")
     inputs, outputs, top, bottom = 252.0, 98.0, 146.0, 206.0
-    columns = [("visual tokens", 24, 116, "box"), ("question", 150, 96, "box"), ("<|lvr_start|>", 256, 120, "marker")]
-    slots = [("z₁", 416), ("z₂", 496), ("…", 576), ("z_K", 656)]
-    columns += [(name, x, 50, "latent") for name, x in slots]
-    columns += [("<|lvr_end|>", 730, 104, "marker"), ("answer text", 844, 132, "good")]
-    d.box(24, top, 952, bottom - top, "model")
-    d.text(44, top + 27, "decoder of a stock transformers model", "title")
-    d.text(44, top + 46, "causal attention", "small")
+    columns = [("visual tokens", 20, 104, "box"), ("question", 132, 80, "box"), ("<|lvr_start|>", 220, 112, "marker")]
+    slots = [("z₁", 372), ("z₂", 438), ("…", 504), ("z_K", 570)]
+    columns += [(name, x, 46, "latent") for name, x in slots]
+    columns += [("<|lvr_end|>", 640, 104, "marker"), ("answer text", 756, 110, "good")]
+    d.box(20, top, 846, bottom - top, "model")
+    d.text(38, top + 27, "decoder", "title")
+    d.text(38, top + 46, "a stock transformers model, causal attention", "small")
     for name, x, width, kind in columns:
         d.box(x, inputs, width, 40, kind, name, "code" if name.startswith("<") else "")
         d.arrow(f"M{x + width / 2:g} {inputs:g} V{bottom + 4:g}")
     # The recurrence: what comes out above a position goes in at the next slot.
-    sources = [(256 + 60, "z₁"), *((x + 25, name) for (_, x), name in zip(slots, ("z₂", "…", "z_K"), strict=False))]
+    sources = [(220 + 56, "z₁"), *((x + 23, name) for (_, x), name in zip(slots, ("z₂", "…", "z_K"), strict=False))]
     for (middle, name), (_, slot) in zip(sources, slots, strict=True):
         d.arrow(f"M{middle:g} {top:g} V{outputs + 34:g}", "flow")
         d.box(middle - 22, outputs, 44, 30, "latent", name)
         side = slot - 9
         path = f"M{middle + 22:g} {outputs + 15:g} H{side - 8:g} Q{side:g} {outputs + 15:g} {side:g} {outputs + 23:g}"
         d.arrow(f"{path} V{inputs + 12:g} Q{side:g} {inputs + 20:g} {slot:g} {inputs + 20:g}", "flow")
-    d.arrow(f"M782 {top:g} V{outputs + 34:g}")
-    d.box(730, outputs, 104, 30, "box", "first token")
-    d.arrow(f"M910 {top:g} V{outputs + 34:g}")
-    d.box(854, outputs, 112, 30, "box", "next tokens")
+    d.arrow(f"M692 {top:g} V{outputs + 34:g}")
+    d.box(640, outputs, 104, 30, "box", "first token")
+    d.arrow(f"M811 {top:g} V{outputs + 34:g}")
+    d.box(758, outputs, 106, 30, "box", "next tokens")
     # Below: the picture, and what is forced.
-    board(d, 36, 322, 23)
-    d.arrow(f"M82 320 V{inputs + 44:g}")
-    d.text(138, 352, "image, encoded once", "small")
-    d.text(138, 372, "by the vision tower", "small")
-    d.arrow("M256 304 V310 H834 V304", head=False)
-    d.text(545, 330, "the span: both markers are forced, exactly K latents run", "title", "middle")
-    d.text(545, 350, "K is stored in the checkpoint. K = 0: no span and no markers.", "small", "middle")
-    d.text(910, 322, "sampled text:", "small", "middle")
-    d.text(910, 342, "<answer>B</answer>", "code", "middle")
+    board(d, 26, 322, 23)
+    d.arrow(f"M72 320 V{inputs + 44:g}")
+    d.text(128, 366, "image, encoded once", "small")
+    d.text(128, 384, "by the vision tower", "small")
+    d.arrow("M220 304 V310 H744 V304", head=False)
+    d.text(482, 330, "the span: both markers are forced, exactly K latents run", "title", "middle")
+    d.text(482, 350, "K is stored in the checkpoint. K = 0: no span and no markers.", "small", "middle")
+    d.text(806, 322, "sampled text:", "small", "middle")
+    d.text(806, 342, "<answer>B</answer>", "code", "middle")
     return d.svg()
 
 
@@ -188,7 +188,7 @@ def _rollout_panel(d: Drawing, x: float) -> None:
 def _passes_panel(d: Drawing, x: float) -> None:
     d.text(x, 40, "2  One prefill with gradient", "title")
     d.text(x, 60, "shared by replay, trajectory and readout", "small")
-    d.box(x, 84, 300, 44, "model", "prompt, today's weights")
+    d.box(x, 84, 300, 44, "model", "prompt, current weights")
     d.arrow(f"M{x + 70:g} 128 V158")
     d.box(x, 162, 140, 62, "box", "saved z, as\nconstants")
     d.arrow(f"M{x + 70:g} 224 V248")
@@ -205,47 +205,49 @@ def _passes_panel(d: Drawing, x: float) -> None:
     d.text(x, 424, "loss = policy + λ · evidence", "title")
 
 
-def _credit_panel(d: Drawing, x: float) -> None:
-    d.text(x, 40, "3  Evidence credit", "title")
-    d.text(x, 60, "which latents, and towards what", "small")
-    d.text(x, 94, "attention of each answer to the K slots:", "small")
+def _credit_panel(d: Drawing, x: float, y: float) -> None:
+    d.text(x, y, "3  Evidence credit", "title")
+    d.text(x, y + 20, "how much each latent counts", "small")
+    d.text(x, y + 52, "attention of each answer to the K slots:", "small")
     shown: list[tuple[str, list[float], str]] = [
         ("correct", [14, 30, 10, 26], "right"),
         ("wrong", [13, 12, 12, 10], "wrong"),
         ("γ", [1, 18, 0.5, 16], ""),
     ]
     for number, (name, heights, kind) in enumerate(shown):
-        left = x + 8 + 112 * number
-        d.bars(left, 146, heights, kind)
-        d.text(left + 33, 166, name, "small", "middle")
-    d.text(x + 94, 136, "−", "", "middle")
-    d.text(x + 206, 136, "→", "", "middle")
-    d.text(x, 194, "w_t = η/K + (1 − η) γ_t, no gradient", "small")
-    d.box(x, 214, 104, 50, "latent", "z_t")
-    d.box(x + 196, 208, 134, 30, "good", "p⁺ evidence box")
-    d.box(x + 196, 246, 134, 30, "bad", "p⁻ other images")
-    d.arrow(f"M{x + 104:g} 232 L{x + 192:g} 223")
-    d.arrow(f"M{x + 104:g} 246 L{x + 192:g} 260")
-    d.text(x, 302, "g_t = cos(z_t, p⁺) − max cos(z_t, p⁻)", "small")
-    d.box(x, 320, 330, 40, "good", "Σ_t w_t · max(0, m − g_t)")
-    d.text(x, 386, "η: share for every latent.  γ: the correct", "small")
-    d.text(x, 404, "answer reads it and the wrong ones do not.", "small")
+        left = x + 8 + 104 * number
+        d.bars(left, y + 104, heights, kind)
+        d.text(left + 33, y + 124, name, "small", "middle")
+    d.text(x + 90, y + 94, "−", "", "middle")
+    d.text(x + 194, y + 94, "→", "", "middle")
+    d.text(x, y + 154, "w_t = η/K + (1 − η) γ_t, no gradient", "small")
+    d.text(x, y + 174, "γ: the correct answer reads this latent", "small")
+    d.text(x, y + 192, "and the wrong ones do not.", "small")
+    right = x + 344
+    d.text(right, y + 20, "what it is compared with", "small")
+    d.box(right, y + 42, 90, 50, "latent", "z_t")
+    d.box(right + 160, y + 36, 140, 30, "good", "p⁺ evidence box")
+    d.box(right + 160, y + 72, 140, 30, "bad", "p⁻ other images")
+    d.arrow(f"M{right + 90:g} {y + 60:g} L{right + 156:g} {y + 52:g}")
+    d.arrow(f"M{right + 90:g} {y + 74:g} L{right + 156:g} {y + 86:g}")
+    d.text(right, y + 130, "g_t = cos(z_t, p⁺) − max cos(z_t, p⁻)", "small")
+    d.box(right, y + 148, 300, 40, "good", "Σ_t w_t · max(0, m − g_t)")
 
 
 def stage2() -> str:
     """A step of Stage 2: rollout, the passes with gradient, evidence credit."""
     d = Drawing(
-        1080,
-        446,
+        692,
+        694,
         "A step of Stage 2",
         "Rollout without gradient; one differentiable prefill for the replay and for a regenerated trajectory; the "
         "evidence loss weighs each latent by what the correct answer reads from it beyond the wrong ones.",
     )
     _rollout_panel(d, 24)
-    _passes_panel(d, 366)
-    _credit_panel(d, 726)
-    d.arrow("M332 24 V424", head=False)
-    d.arrow("M696 24 V424", head=False)
+    _passes_panel(d, 368)
+    _credit_panel(d, 24, 486)
+    d.arrow("M334 24 V430", head=False)
+    d.arrow("M24 450 H668", head=False)
     return d.svg()
 
 

@@ -7,6 +7,7 @@ found, not listed.
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -68,6 +69,9 @@ def shown(source: str) -> str:
     text = (ROOT / source).read_text(encoding="utf-8")
     if source.endswith(".md"):
         return rewritten(source, re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL))
+    if source.endswith(".ipynb"):
+        cells = [("".join(cell["source"]), cell["cell_type"] == "code") for cell in json.loads(text)["cells"]]
+        return "\n\n".join(f"```python\n{cell}\n```" if code else cell for cell, code in cells)
     return f"# {source}\n\n````{LANGUAGES.get(Path(source).suffix, '')}\n{text}\n````\n"
 
 

@@ -78,7 +78,7 @@ def test_pages_open_from_the_disk(site: Path, tab: Page) -> None:
     tab.open(site / "how_it_works.html")
     assert tab.run("document.querySelector('h1').innerText").startswith("How it works")
     pictures = "Array.from(document.querySelectorAll('article img'))"
-    assert tab.run(f"{pictures}.length") == 2 and tab.run(f"{pictures}.every(one => one.naturalWidth > 900)")
+    assert tab.run(f"{pictures}.length") == 2 and tab.run(f"{pictures}.every(one => one.naturalWidth > 600)")
     assert tab.run("document.documentElement.scrollWidth") <= 1280
     tab.resize(390)
     assert tab.run("document.documentElement.scrollWidth") <= 390
