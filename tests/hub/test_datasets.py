@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
@@ -17,7 +21,8 @@ import pytest
 from huggingface_hub import constants
 from PIL import Image
 
-from hub_standin import Hub
+from hub_standin import Hub, client
+from outside import SOURCE
 from realvr.cli import main
 from realvr.data import ReadOptions, Report, Sample, read
 from realvr.errors import UserError
@@ -83,10 +88,19 @@ def blink(task: str, *numbers: int) -> bytes:
     return table(columns | more, image_1=IMAGE)
 
 
+def tsv(*numbers: int) -> bytes:
+    """HR-Bench, with images as base64."""
+    head = ["index", "question", "answer", "category", "A", "B", "C", "D", "cycle_category", "image"]
+    row = "{n}|Where? {n}|C|single|up|down|left|right|0|{image}".replace("|", "\t")
+    rows = [row.format(n=n, image=base64.b64encode(picture(n)).decode()) for n in numbers]
+    return "\n".join(["\t".join(head), *rows, ""]).encode()
+
+
 LAYOUTS: dict[str, dict[str, bytes]] = {
     "ours": {"data/train-00000-of-00001.parquet": ours(1, 2, 3, 4)},
     "vstar": {"data/train-00000-of-00001.parquet": vstar(5, 6)},
     "lines": {"train.jsonl": lines(7, 8)} | {f"images/{n}.png": picture(n) for n in (7, 8, 9)},
+    "tsv": {"train.tsv": tsv(1, 2, 3)},
     "blink": {"Depth/train-00000-of-00001.parquet": blink("Depth", 1, 2)},
 }
 
@@ -165,6 +179,12 @@ def test_columns_with_other_names(hub: Hub, tmp_path: Path, capsys: pytest.Captu
     words = [f"{name}={column}" for name, column in columns.items()]
     assert main(["data", "check", "hf:tester/other#train", "--columns", *words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ok"] == 2
+    assert main(["data", "show", "hf:tester/other#train", "--columns", *words, "--json", "--limit", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["question"] == "How many?"
+    out = tmp_path / "out" / "train.jsonl"
+    assert main(["data", "export", "hf:tester/other#train", str(out), "--to", "jsonl", "--columns", *words]) == 0
+    assert [sample.content() for sample in read(out)] == [sample.content() for sample in found]
+    capsys.readouterr()
     assert main(["data", "check", "hf:tester/other#train", "--columns", "question=problm", *words[1:]]) == 2
     assert "no column 'problm' (columns: question=problm); there are problem, solution, picture" in one_line(capsys)
     assert main(["data", "check", "hf:tester/other#train", "--columns", "quest=problem"]) == 2
@@ -266,3 +286,50 @@ def test_held_out_questions_and_benchmarks_of_ones_own(hub: Hub) -> None:
     assert held_out is not None and [sample.id for sample in held_out.samples] == ["q2", "q3"]
     name, path = parse_bench("mine=hf:tester/set#test")
     assert [sample.id for sample in load(name, path).samples] == ["q2", "q3"]
+
+
+class TwoRanks:
+    """Two ranks of which the other looked a little later."""
+
+    rank = 0
+
+    def __init__(self, later: str) -> None:
+        self.later = later
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value, [self.later]]
+
+
+def test_ranks_that_see_different_commits_do_not_train(hub: Hub, tmp_path: Path) -> None:
+    hub.add("dataset", "tester/set", {"train.parquet": ours(1)})
+    settings = SftSettings.model_validate(
+        {
+            "model": {"path": "mini"},
+            "data": {"sources": [{"path": "hf:tester/set#train"}]},
+            "run": {"out": str(tmp_path)},
+        }
+    )
+    with pytest.raises(UserError, match="hf:tester/set#train was changed while the run was starting"):
+        training_data(settings, TwoRanks("0" * 40))  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_a_dataset_of_the_hub_and_resumes(hub: Hub, tmp_path: Path) -> None:
+    hub.add("dataset", "tester/set", {"data/train-00000-of-00001.parquet": ours(1, 2, 3, 4)})
+    flags = ["--data.sources.0.path", "hf:tester/set#train", "--run.out", str(tmp_path / "run"), "--optim.batch", "2"]
+    flags += ["--optim.microbatch", "1", "--model.dtype", "float32", "--log.no-tensorboard", "--checkpoint.every", "1"]
+
+    def train(steps: int, code: int = 0) -> str:
+        command = [sys.executable, "-m", "realvr", "train", "sft", "own/mini-sft", *flags, "--optim.steps", str(steps)]
+        known = os.environ | client(hub, tmp_path / "home") | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE)}
+        done = subprocess.run(command, env=known, text=True, capture_output=True, cwd=tmp_path)
+        assert done.returncode == code, done.stderr
+        return done.stderr
+
+    assert "data: hf:tester/set#train: 4 of 4 rows usable, 4 with evidence boxes" in train(1)
+    assert "resumed after step 1" in train(2)
+    assert hub.served("data/train-00000-of-00001.parquet") == 1
+    hub.add("dataset", "tester/set", {"data/train-00000-of-00001.parquet": ours(1, 2, 3)})
+    assert "is no longer read" in train(3, code=2)
+    flags.extend(["--checkpoint.changed-data", "accept"])
+    assert "resumed after step 2" in train(3)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from realvr.data.reading import Report, read
 from realvr.data.reasons import FileError
 from realvr.data.sample import Sample
 from realvr.errors import UserError
+from realvr.hub.datasets import find, is_hub
 from realvr.runs.progress import Bar
 from realvr.training.held_out import held_out_questions, note_training_on
 from realvr.training.records import DATA_FILE
@@ -60,6 +62,7 @@ def training_data(settings: TrainSettings, ranks: Ranks) -> TrainingData:
     Each rank lists the rows; the first alone looks at the images and hashes the files.
     """
     data, first = settings.data, ranks.rank == 0
+    _same_commits(data.sources, ranks)
     lists: list[tuple[SourceSettings, list[Sample], Report]] = []
     for number, source in enumerate(data.sources):
         options = ReadOptions(
@@ -103,6 +106,15 @@ def training_data(settings: TrainSettings, ranks: Ranks) -> TrainingData:
     if held_out is not None and first:
         note_training_on(held_out, data, kept)
     return TrainingData(kept, weights, Census(counted), Fingerprint(hashes, images, stats), held_out)
+
+
+def _same_commits(sources: Sequence[SourceSettings], ranks: Ranks) -> None:
+    """Every rank looks a dataset of the hub up by itself, and its owner may have changed it in between."""
+    names = [source.path for source in sources if is_hub(source.path)]
+    found = ranks.gather_objects([find(name).commit for name in names])
+    for name, *commits in zip(names, *found, strict=True):
+        if len(set(commits)) > 1:
+            raise UserError(f"{name} was changed while the run was starting: start again, or name a revision with @")
 
 
 def _refuse_losses(source: SourceSettings, found: SourceCensus, number: int, most: float) -> None:
