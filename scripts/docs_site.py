@@ -7,7 +7,11 @@ found, not listed.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import json
+import os
 import posixpath
 import re
 from pathlib import Path
@@ -89,18 +93,36 @@ def modules_of(folder: Path) -> list[str]:
     return modules
 
 
+@functools.cache
 def reference() -> dict[str, str]:
-    """Pages of the API reference: the names that `realvr` exports, then every package."""
+    """Pages of the API reference: the commands, the names that `realvr` exports, then every package."""
     exports = re.findall(r'^    "(\w+)": "([\w.]+)",$', (PACKAGE / "__init__.py").read_text(), re.MULTILINE)
     first = "# realvr\n\nWhat `import realvr` offers. Everything else is in the pages of the packages.\n\n"
     first += "| name | from |\n|---|---|\n"
     first += "".join(f"| [`realvr.{name}`][{module}.{name}] | `{module}` |\n" for name, module in exports)
     alone = sorted(f"realvr.{file.stem}" for file in PACKAGE.glob("*.py") if not file.stem.startswith("_"))
-    pages = {f"{API}/realvr.md": first + "\n" + "".join(f"::: {module}\n\n" for module in alone)}
+    pages = {
+        f"{API}/commands.md": commands(),
+        f"{API}/realvr.md": first + "\n" + "".join(f"::: {module}\n\n" for module in alone),
+    }
     for package in packages():
         blocks = "".join(f"::: {module}\n\n" for module in modules_of(PACKAGE / package))
         pages[f"{API}/{package}.md"] = f"# realvr.{package}\n\n{blocks}"
     return pages
+
+
+def commands() -> str:
+    """The help of every command, as it is printed."""
+    from realvr.cli import COMMANDS, main
+
+    os.environ["COLUMNS"] = "90"
+    parts = ["# Command line\n\nThe output of `--help` of every command.\n"]
+    for verb in COMMANDS:
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+            main([*verb.split(), "--help"])
+        parts.append(f"## realvr {verb}\n\n````text\n{text.getvalue().strip()}\n````\n")
+    return "\n".join(parts)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:

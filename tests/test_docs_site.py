@@ -67,6 +67,8 @@ def test_make_docs_is_this_build() -> None:
 def test_pages_of_the_repository_and_of_the_api_are_there(site: Path) -> None:
     for name in ("index", "how_it_works", "api/realvr", "api/maths", "repository/src/realvr/models/mini/index"):
         assert (site / f"{name}.html").is_file(), name
+    helps = (site / "api/commands.html").read_text()
+    assert "--exchange-seed" in helps and "--checkpoint.keep-best" in helps
     assert 'id="realvr.maths.credit.selective"' in (site / "api/maths.html").read_text()
     from_elsewhere = re.compile(r'<(?:script|img|link|iframe)[^>]+(?:src|href)="https?:')
     loading = [page.name for page in site.rglob("*.html") if from_elsewhere.search(page.read_text())]

@@ -30,7 +30,7 @@ ENVIRONMENT = {
 
 
 class Watcher:
-    """Who is told how it goes. Here: nobody."""
+    """Receives progress. This one ignores it."""
 
     def begun(self, step: Step) -> None:
         """A step was given to a process."""

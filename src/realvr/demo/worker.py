@@ -1,7 +1,7 @@
 """One process of the demo: reads names of steps from standard input, does them, answers with a line of JSON each.
 
 ``python -m realvr.demo.worker FOLDER``. It ends when its input does, in the middle of a step as well: when the demo was
-killed, nothing may go on writing behind the back of the next one.
+killed, nothing may keep writing while the next one runs.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every table, summary and page takes the name from `called` and asks `differs` before a published number may stand beside
 a score. A catalogue name belongs to files in that benchmark's layout. The embedded world's exports are ``mini-NAME``,
-whatever they were called on the command line, and a question file of one's own is called by its file name. Nothing here
+whatever they were called on the command line, and your own question file is called by its file name. Nothing here
 imports torch.
 """
 

@@ -1,4 +1,4 @@
-"""A backbone behind the door of `responder.py`: one prefill per batch of prompts, however many spans follow it."""
+"""A backbone as a `Responder`: one prefill per batch of prompts, however many spans follow it."""
 
 from __future__ import annotations
 

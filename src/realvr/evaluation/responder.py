@@ -1,6 +1,6 @@
-"""The one door through which every evaluation asks a model: requests and span plans in, replies out.
+"""Interface between evaluations and models: requests and span plans in, replies out.
 
-A model, an oracle that knows the answers and a constant that always says the same all enter here and pass the same
+A model, an oracle that knows the answers and a constant that always says the same all implement it and pass the same
 runner, extraction and scoring.
 """
 

@@ -217,7 +217,7 @@ def checked(summary: Mapping[str, Any]) -> AnySummary:
 
 
 class Answering(TypedDict):
-    """What answered. A responder of one's own may say more, or less."""
+    """What answered. Your own responder may record more, or less."""
 
     name: NotRequired[Text]
     path: NotRequired[Text | None]

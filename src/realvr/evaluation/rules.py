@@ -83,7 +83,7 @@ def _plain(rows: Sequence[Prediction]) -> dict[str, Any]:
 
 
 PLAIN = Rule("accuracy", _plain, beside="`tasks` where there are several")
-"""For a question file of one's own."""
+"""For your own question file."""
 
 
 def cycle_of(row: Prediction) -> str:

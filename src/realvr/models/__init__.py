@@ -18,7 +18,7 @@ from realvr.errors import UserError
 
 NAMES = ("mini", "mini-base", "mini-direct", "mini-short")
 DTYPE = "float32"
-"""What a named model is loaded as where nothing is said."""
+"""The dtype of a packaged model, unless one is given."""
 _HOME = Path(__file__).parent
 
 
