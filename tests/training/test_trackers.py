@@ -118,9 +118,10 @@ def test_a_run_and_its_sequel_are_one_run_in_every_tracker(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_a_tracker_added_to_a_run_gets_what_comes_after(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    tracked(command(out=str(out), steps=4), tmp_path)
+    tracked(command(out=str(out), steps=8), tmp_path)
     assert not (out / "trackers.json").exists() and not (out / "tensorboard").exists()
-    tracked(command(out=str(out), steps=6, settings={"log": {"to": ["trackio"]}}), tmp_path)
+    shutil.rmtree(out / "checkpoints" / "step-000008")  # steps 5 to 8 are made again, and are new to the tracker
+    tracked(command(out=str(out), steps=9, settings={"log": {"to": ["trackio"]}}), tmp_path)
     steps, _ = of_trackio(tmp_path)
     assert steps == {step: values for step, values in recorded(out).items() if step > 4}
     assert not (out / "wandb").exists()
