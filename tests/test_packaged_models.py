@@ -24,8 +24,10 @@ from realvr.evaluation.responder import Plan, Reply, Request
 from realvr.latent.sampling import Sampling
 from realvr.world.questions import EASY_EXTRA_KINDS, EASY_KINDS
 from realvr.world.splits import Recipe, samples
+from realvr.world.trails.plan import Plan as Boards
 
 WEIGHTS = "model.safetensors"
+MODELS_OF_TRAILS = (("mini", 8), ("mini-direct", 0))
 
 
 @pytest.fixture
@@ -135,28 +137,44 @@ def _right(name: str, latents: int, count: int) -> tuple[float, float]:
 
 
 def test_the_packaged_base_sees() -> None:
-    """Measured 88 % of 439 on its card; guessing gives about 31 %."""
+    """Measured 84 % of 439 on its card; guessing gives about 31 %."""
     right, read = _right("mini-base", 0, 120)
-    assert right > 0.78 and read > 0.97, (right, read)
+    assert right > 0.75 and read > 0.97, (right, read)
 
 
 @pytest.mark.parametrize("name", ["mini", "mini-short", "mini-direct"])
 def test_the_packaged_models_after_stage_one_answer_single_questions(name: str) -> None:
-    """Measured 89 to 90 % of 439 on their cards."""
+    """Measured 87 to 90 % of 439 on their cards."""
     right, read = _right(name, 0 if name == "mini-direct" else 8, 120)
-    assert right > 0.78 and read > 0.97, (right, read)
+    assert right > 0.8 and read > 0.97, (right, read)
 
 
 def test_the_packaged_model_follows_trails_by_its_latents_alone() -> None:
-    """Own latents 77 % of 700; the mean, another's and noise: 24 to 30 %, where guessing gives 25 %."""
+    """Own latents 98 % of 700; the mean, another's and noise: 23 to 27 %, where guessing gives 25 %."""
     fresh = list(samples(Recipe("trails", seed=13, count=140)))
     responder, requests, replies = _asked("mini", fresh, 8)
     right, read = _share([reply.text for reply in replies], fresh)
-    assert right > 0.65 and read > 0.97, (right, read)
+    assert right > 0.94 and read > 0.97, (right, read)
     own = [reply.latents for reply in replies if reply.latents is not None]
     mean = torch.stack(own).double().mean(0).float()
     noise = [matched_noise(z_KD, 0, str(k)) for k, z_KD in enumerate(own)]
     for given in ([mean] * len(own), own[1:] + own[:1], noise):
         (others,) = responder.reply(requests, [Plan(8, given)])
         right, read = _share([reply.text for reply in others], fresh)
-        assert right < 0.42 and read > 0.9, (right, read)  # 25 % is chance; 0.42 is 4.6 standard errors above
+        assert right < 0.4 and read > 0.95, (right, read)  # 25 % is chance; 0.4 is four standard errors above
+    nearest, steps = 0, 0
+    for sample, request, z_KD in zip(fresh, requests, own, strict=True):
+        image = responder.backbone.prompt(request.turns).images[0]
+        tokens_ND = responder.backbone.encode_images([image]).features_ND
+        cosine_KN = torch.nn.functional.cosine_similarity(z_KD[:, None], tokens_ND[None], dim=-1)
+        cells = [row * 6 + column for row, column in sample.meta["trail"]["cells"]]
+        nearest += sum(int(n) == cells[min(t, len(cells) - 1)] for t, n in enumerate(cosine_KN.argmax(1)))
+        steps += len(z_KD)
+    assert nearest / steps > 0.93, nearest / steps  # 98 % of the steps of 350 trails; chance 1 in 36
+
+
+def test_the_control_without_latents_falls_behind_on_long_trails() -> None:
+    """4 to 7 arrows: mini 97 %, mini-direct 69 % of 379."""
+    fresh = list(samples(Recipe("trails", seed=14, count=120, trail=Boards(arrows=(4, 7)))))
+    own, control = (_share([r.text for r in _asked(name, fresh, k)[2]], fresh) for name, k in MODELS_OF_TRAILS)
+    assert own[0] - control[0] > 0.15 and min(own[1], control[1]) > 0.97, (own, control)
