@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from realvr.runs.hashes import record_weights
 from realvr.training.card import card
 
 MINI = Path(locate("mini"))
+SIZE = (MINI / "model.safetensors").stat().st_size
 
 
 def copy(folder: Path, *left_out: str) -> Path:
@@ -64,7 +66,8 @@ def test_a_run_with_its_card_arrives_whole(hub: Hub, tmp_path: Path, capsys: pyt
     assert hub.repos["model", "tester/mini"].private
     shown = ModelCard(found["README.md"].decode())
     assert shown.data.to_dict() == {"library_name": "transformers", "tags": ["realvr", "sft"]}  # a base not on the hub
-    assert "realvr ask tester/mini picture.png" in shown.text and "Backbone.load('tester/mini')" in shown.text
+    assert "realvr ask tester/mini picture.png" in shown.text
+    assert re.search(r"Backbone\.load\(['\"]tester/mini['\"]\)", shown.text)
     assert str(final) not in shown.content and "| loss | 0.5 |" in shown.text and "steps: 3" in shown.text
     assert [method for method, path in hub.asked if path.startswith("/lfs/")].count("PUT") >= 1  # weights are large
 
@@ -87,7 +90,10 @@ def test_a_dry_run_needs_no_network_and_no_token(
     monkeypatch.delenv("HF_TOKEN")
     assert main(["push", "mini", "tester/mini", "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert all(file.name in out for file in MINI.iterdir()) and "dry run: 10 files would be uploaded" in out
+    assert (
+        all(file.name in out for file in MINI.iterdir())
+        and f"dry run: {len(list(MINI.iterdir()))} files would be uploaded" in out
+    )
     assert not hub.asked
 
 
@@ -123,7 +129,7 @@ def lost(name: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (cut, "model.safetensors is incomplete: it has 1,877,432 bytes of 3,754,864"),
+        (cut, f"model.safetensors is incomplete: it has {SIZE // 2:,} bytes of {SIZE:,}"),
         (changed, "is not the file that was saved"),
         (lost_shard, "is incomplete: model.safetensors.index.json lists model-00002-of-00002.safetensors"),
         (lost("model.safetensors"), "has no weights"),
