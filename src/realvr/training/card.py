@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ from realvr.backbone.types import Turn
 from realvr.latent.group_rollout import rollout
 from realvr.latent.sampling import GREEDY
 
-backbone = Backbone.load({folder!r})
+backbone = Backbone.load({json.dumps(folder)})
 prompt = backbone.prompt([Turn("user", "What color is the circle?", [Image.open("picture.png")])])
 print(rollout(backbone, [prompt], sampling=GREEDY).completions[0][0].text)
 ```
