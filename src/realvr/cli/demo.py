@@ -23,7 +23,7 @@ class DemoCommand(run.DemoOptions):
 
 
 def demo(settings: DemoCommand) -> int:
-    """Show on this machine, in about five minutes, that latents can be read, followed and moved.
+    """Show on this machine, in about four minutes, that latents can be read, followed and moved.
 
     The packaged models answer questions that take several looks, with their latents and with others; Stage 2 starts
     where trails get longer than Stage 1 has shown; five mini-benchmarks, edited pairs, latent exchange, steering; and a
