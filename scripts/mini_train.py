@@ -72,7 +72,7 @@ def jobs() -> dict[str, Job]:
         _draw("boxes", "train-boxes", 5_000, "--size", "48", "--withheld", "exclude", *kinds),
         _draw("world-curriculum", "curriculum", 40_000, *kinds),  # for the base without trails
         _draw("world-practice", "practice", 16_000),
-        _draw("world-sequels", "sequels", 12_000, *kinds),
+        _draw("world-sequels", "sequels", 8_000, *kinds),
         _draw("world-dialogues", "dialogues", 5_000, *kinds),
         _draw("held-out", "trails", 350, seed=100),  # for the curves alone
     ]
