@@ -106,10 +106,10 @@ def test_the_conditions_can_be_told_apart(evaluated: Rows) -> None:
 
 
 def test_a_repeat_is_sampled_as_another_seed(rows: tuple[Path, Rows], tmp_path: Path) -> None:
-    options = ["--no-ablation", "--temperature", "1.5", "--seeds", "2", "--max-new", "12", "--batch", "7"]
+    options = ["--no-ablation", "--temperature", "6", "--seeds", "2", "--max-new", "12", "--batch", "7"]
     assert main(["eval", "mini", "--bench", f"mine={rows[0]}", "--out", str(tmp_path), *options]) == 0
     model = HarnessModel(ModelArguments.parse({"pretrained": "mini", "max_new": "12", "batch_size": "7"}))
-    task = {"max_new_tokens": 64, "do_sample": True, "temperature": 1.5}
+    task = {"max_new_tokens": 64, "do_sample": True, "temperature": 6.0}
     for seed in (0, 1):
         found = model.replies("mine", questions(rows, repeat=seed), decoding(model.arguments, task))
         wanted = [row["text"] for row in lines(tmp_path) if row["seed"] == seed]
