@@ -98,6 +98,7 @@ def recorded(out: Path) -> Steps:
     }
 
 
+@pytest.mark.slow
 def test_a_run_and_its_sequel_are_one_run_in_every_tracker(tmp_path: Path) -> None:
     out, log = tmp_path / "run", {"to": ["wandb", "trackio"], "tensorboard": True}
     tracked(command(out=str(out), steps=8, bad={"2": "loss"}, settings={"log": log}), tmp_path)
