@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from trails_stage2 import interval
 
 from realvr.evaluation.records import PREDICTIONS, Prediction, read_predictions
 from realvr.runs.files import write_atomically
 
 PARTS = {"all": range(1, 100), "1-3": range(1, 4), "4-7": range(4, 8)}
-RESAMPLES = 2000
 
 
 def conditions(folder: Path) -> dict[str, list[Prediction]]:
@@ -48,15 +48,11 @@ def summarise(seeds: list[list[Prediction]]) -> dict[str, Any]:
     found = {}
     for part, numbers in parts.items():
         values_SQ = 100 * right_SQ[:, np.isin(arrows_Q, list(numbers))]
-        count, questions = values_SQ.shape
-        if not questions:
+        if not values_SQ.size:
             continue
-        seeds_RS = generator.multinomial(count, [1 / count] * count, RESAMPLES)
-        drawn_RQ = generator.multinomial(questions, [1 / questions] * questions, RESAMPLES)
-        means_R = ((seeds_RS @ values_SQ) * drawn_RQ).sum(1) / (count * questions)
-        low, high = np.percentile(means_R, [2.5, 97.5])
+        low, high = interval(values_SQ, generator)
         value = float(values_SQ.mean())
-        found[part] = {"value": round(value, 1), "ci": [round(float(low), 1), round(float(high), 1)], "n": questions}
+        found[part] = {"value": round(value, 1), "ci": [round(low, 1), round(high, 1)], "n": values_SQ.shape[1]}
     read = [row.extracted is not None for rows in seeds for row in rows]
     return {"accuracy": found, "seeds": len(seeds), "readable": round(100 * sum(read) / len(read), 1)}
 

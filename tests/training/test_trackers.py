@@ -148,7 +148,7 @@ def test_without_a_key_one_line_says_what_to_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_tracker_that_is_not_installed_names_the_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)  # as Python says it of a package that is not there
-    with pytest.raises(UserError, match=rf"log.to: {name} is not installed: pip install 'realvr\[trackers\]'"):
+    with pytest.raises(UserError, match=rf"log.to: {name} needs {name}: pip install 'realvr\[trackers\]'"):
         check_installed(["tensorboard", name])
 
 

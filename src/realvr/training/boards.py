@@ -6,7 +6,6 @@ kept in ``trackers.json`` of its folder, so that a resumed run goes on where it 
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
 import uuid
@@ -19,7 +18,7 @@ from typing import Any, Protocol
 import yaml
 from typing_extensions import TypedDict
 
-from realvr.errors import UserError
+from realvr.errors import UserError, require
 from realvr.runs.records import ResultFile, Text
 from realvr.training.records import SETTINGS
 
@@ -143,8 +142,7 @@ BOARDS: dict[str, Kind] = {
 def check_installed(names: Sequence[str]) -> None:
     """Refuse a board whose package is missing, before the model is read."""
     for name in names:
-        if importlib.util.find_spec(BOARDS[name].package) is None:
-            raise UserError(f"log.to: {name} is not installed: pip install 'realvr[{BOARDS[name].extra}]'")
+        require([BOARDS[name].package], BOARDS[name].extra, f"log.to: {name}")
 
 
 class Boards:
