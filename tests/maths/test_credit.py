@@ -174,6 +174,16 @@ def test_spread_says_how_far_weights_are_from_uniform() -> None:
     assert credit.spread(w).tolist() == pytest.approx([0, 0.75, 0, 0.125])
 
 
+def test_the_share_that_routing_can_move() -> None:
+    """The part of the total weight that is not the uniform baseline; both ends of eta, no credit, no weight at all."""
+    gamma = torch.tensor([[0.1, 0.0, 0.2, 0.0], [0.0, 0.0, 0.0, 0.0], [1e-4, 2e-4, 0.0, 0.0]])
+    sums = [0.3, 0.0, 3e-4]
+    assert credit.movable(gamma, 0.3).tolist() == pytest.approx([0.7 * s / (0.3 + 0.7 * s) for s in sums], rel=1e-5)
+    assert credit.movable(gamma, 1.0).tolist() == [0, 0, 0] and credit.movable(gamma, 0.0).tolist() == [1, 0, 1]
+    by_hand = 1 - 0.3 / credit.weights(gamma, 0.3).sum(-1)
+    assert credit.movable(gamma, 0.3).tolist() == pytest.approx(by_hand.tolist(), abs=1e-6)
+
+
 def test_mass_matched_is_undefined_without_a_uniform_part() -> None:
     with pytest.raises(ValueError, match="eta > 0"):
         credit.mass_matched(torch.rand(B, K), 0.0)
@@ -181,7 +191,7 @@ def test_mass_matched_is_undefined_without_a_uniform_part() -> None:
 
 @pytest.mark.parametrize("eta", [-0.1, 1.1, math.nan])
 def test_eta_must_lie_in_the_unit_interval(eta: float) -> None:
-    for function in (credit.weights, credit.mass_matched, credit.unassigned_weight):
+    for function in (credit.weights, credit.mass_matched, credit.unassigned_weight, credit.movable):
         with pytest.raises(ValueError, match="eta must lie"):
             function(torch.rand(B, K), eta)
 

@@ -20,7 +20,9 @@ from pair_cases import world_samples
 from realvr import cli
 from realvr.answers import canonical as answers
 from realvr.data.export import write as export
+from realvr.diagnostics import DIAGNOSTICS
 from realvr.maths import credit, evidence, grpo, objective, reconstruction
+from realvr.world.splits import Recipe, samples
 from stage_runs import lines, world, write
 
 ROWS = rows()
@@ -127,13 +129,30 @@ def test_only_the_undetached_arm_keeps_the_gradient_of_the_weights(
     assert seen == [True, False]
 
 
-@pytest.mark.parametrize("verb", ["counterfactual", "exchange"])
+CALLERS = sorted({name for row in ROWS for name in methods_of(row.called_by) if name.startswith("realvr ")})
+
+
+BOARDS = {"diagnose question-switch": 4, "diagnose variation": 4}
+"""Verbs that need several questions on one picture, and how many."""
+BY_EDIT = {"diagnose task-structure": ("--by", "edit", "--limit", "20")}
+QUICK = {"exchange", "counterfactual", "diagnose dependence", "diagnose enrichment"}
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in (caller.removeprefix("realvr ") for caller in CALLERS)
+    ],
+)
 def test_a_diagnostic_calls_the_functions_of_its_equations(verb: str, tmp_path: Path) -> None:
     pairs = tmp_path / "pairs.jsonl"
-    export(world_samples(1), "jsonl", pairs)
-    flags = ["--limit", "1", "--max-new", "2", "--device", "cpu", "--out", str(tmp_path / "out")]
+    one_board = samples(Recipe("trails", count=1, kinds=("switch",)))  # two questions in two wordings
+    export(one_board if verb in BOARDS else world_samples(5 if verb in BY_EDIT else 1), "jsonl", pairs)
+    limit = BY_EDIT.get(verb, ("--limit", str(BOARDS.get(verb, 2))))
+    flags = [*limit, "--max-new", "2", "--device", "cpu", "--out", str(tmp_path / "out")]
     with recording() as entered:
-        assert cli.main([verb, "mini", str(pairs), *flags]) == 0
+        assert cli.main([*verb.split(), "mini", str(pairs), *flags]) == 0
     name = f"realvr {verb}"
     assert any(name in methods_of(row.called_by) for row in ROWS)
     assert disagreements(name, entered, ROWS)[0] == []
@@ -160,6 +179,7 @@ def test_every_row_has_a_function_a_caller_and_a_test() -> None:
         assert "::" in row.tests, row.title
         if "| autograd |" not in row.title:
             known = METHODS.keys() | {"realvr counterfactual", "realvr exchange"}
+            known |= {f"realvr diagnose {name}" for name in DIAGNOSTICS.names()}
             assert row.functions and methods_of(row.called_by), row.title
             assert methods_of(row.called_by) <= known, row.title
 

@@ -1,4 +1,4 @@
-"""The mathematics needs torch and the standard library, the answers not even torch."""
+"""The mathematics needs torch, numpy and the standard library, the answers not even torch."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def test_the_list_of_modules_is_complete() -> None:
     assert {"credit", "evidence", "grpo", "reconstruction"} <= {m.rpartition(".")[2] for m in MODULES}
 
 
-def test_only_torch_and_the_standard_library() -> None:
-    asked, added = imports(MODULES, preload=["torch"])
+def test_only_torch_numpy_and_the_standard_library() -> None:
+    asked, added = imports(MODULES, preload=["torch", "numpy"])
     assert "torch" in asked  # the spy works
-    assert not foreign(asked, "torch")
-    assert not foreign(added, "torch")
+    assert not foreign(asked, "torch", "numpy")
+    assert not foreign(added, "torch", "numpy")
 
 
 def test_answers_need_no_torch() -> None:

@@ -156,6 +156,7 @@ def test_mme_has_five_options_and_e_means_absent(style):
     assert set(letters) == set("ABCDE") and 15 <= letters["E"] <= 50
 
 
+@pytest.mark.slow
 def test_mme_absent_questions_are_worded_like_the_others():
     """The same attributes are named, so the words alone do not say that the answer is E."""
     forms = {True: Counter(), False: Counter()}

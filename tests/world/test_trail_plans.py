@@ -145,6 +145,34 @@ def test_a_sequel_asks_about_its_second_board():
     assert 10 <= edited <= 30
 
 
+def test_a_switch_asks_two_questions_of_one_board_in_two_wordings_each():
+    """Right by the independent solver, on one picture; other trails, other answers, the same options."""
+    found = list(items(Recipe("trails", seed=3, count=30, kinds=("switch",))))
+    assert len(found) == 4 * 30
+    for start in range(0, len(found), 4):
+        four = found[start : start + 4]
+        samples_of = [item.sample() for item in four]
+        assert len({item.views[0].name for item in four}) == 1 and len({item.choices for item in four}) == 1
+        board = look(four[0].views[0].pixels(), 6, 6)
+        for sample in samples_of:
+            answer, cells = solve(board, sample.question)
+            assert sample.answer_text == answer
+            assert [tuple(cell) for cell in sample.meta["trail"]["cells"]] == [tuple(cell) for cell in cells]
+        one, again, two, twice = samples_of
+        assert one.boxes == again.boxes and two.boxes == twice.boxes and one.answer == again.answer != two.answer
+        assert len({sample.question for sample in samples_of}) == 4 and not set(one.boxes) & set(two.boxes)
+        assert [(item.tags["switch"], item.tags["wording"]) for item in four] == [
+            ("1", "1"),
+            ("1", "2"),
+            ("2", "1"),
+            ("2", "2"),
+        ]
+    mixed = list(items(Recipe("trails", seed=3, count=20, kinds=("end", "switch"))))
+    assert 20 < len(mixed) < 80 and len({item.id for item in mixed}) == len(mixed)
+    with pytest.raises(UserError, match="no kind of question 'switch'"):
+        Recipe("trails-train", kinds=("switch",))
+
+
 @pytest.mark.parametrize(("layout", "file"), [("visual-cot", "viscot.json"), ("lvr", "lvr.json"), ("jsonl", "x.jsonl")])
 def test_the_order_of_boxes_survives_where_a_layout_has_boxes(tmp_path, layout, file):
     made = list(samples(Recipe("trails", seed=0, count=12)))

@@ -42,6 +42,12 @@ def readout(rows: Tensor, content: Tensor) -> Tensor:
     return r_BYK if content.dim() == 3 else r_BYK[:, 0]
 
 
+def own_rows(content_BYS: Tensor) -> Tensor:
+    """Content rows (B, Y, Y * S) of each of Y answers that stand side by side as branches, (B, Y, S): its own only."""
+    own_YY = torch.eye(content_BYS.shape[1], dtype=torch.bool, device=content_BYS.device)
+    return (content_BYS.bool()[:, None] & own_YY[None, :, :, None]).flatten(2)
+
+
 def mean_wrong(r_pos_BK: Tensor, r_wrong_BYK: Tensor, valid_BY: Tensor) -> Tensor:
     """``r_t^-`` (B, K): mean readout of the valid wrong answers (B, Y, K); ``r_t^+`` where none is valid: no credit."""
     valid = valid_BY.bool()
@@ -84,6 +90,13 @@ def unassigned_weight(gamma_BK: Tensor, eta: float) -> Tensor:
     """``w_0 = (1 - eta) gamma_0`` (B,): what is missing from ``sum_t w_t = 1``. For the records only."""
     _share(eta, gamma_BK)
     return (1 - eta) * unassigned(gamma_BK)
+
+
+def movable(gamma_BK: Tensor, eta: float) -> Tensor:
+    """``(1 - eta) sum_t gamma_t / (eta + (1 - eta) sum_t gamma_t)`` (B,): the share of an example's total weight that
+    follows the credit; the rest is the uniform baseline. 0 without any weight. Ours; for the records only."""
+    total_B = weights(gamma_BK, eta).sum(-1)
+    return safe_divide((1 - eta) * at_least_float32(gamma_BK).sum(-1), total_B)
 
 
 def spread(w_BK: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ def normalizer(mask: Tensor, reduction: Reduction, max_length: int | None = None
         raise ValueError(f"unknown reduction {reduction!r}: choose one of {', '.join(get_args(Reduction))}")
     if reduction == "bnpo":
         return mask.bool().sum()
-    sequences = torch.tensor(mask.shape[:-1].numel(), device=mask.device)
+    sequences = torch.full((), mask.shape[:-1].numel(), device=mask.device)
     if reduction == "grpo":
         return sequences
     if max_length is None or max_length < 1:

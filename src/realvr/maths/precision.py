@@ -25,7 +25,10 @@ def safe_divide(total: Tensor, count: Tensor | float) -> Tensor:
     Not ``clamp(min=1)``: a count may rightly be a fraction, such as that of the whole step divided by the number of
     ranks.
     """
-    divisor = torch.as_tensor(count, dtype=total.dtype, device=total.device)
+    # `full`, not `tensor`: a constant that is written on a GPU does not wait for it, one that is copied there does.
+    divisor = (
+        count.to(total) if isinstance(count, Tensor) else torch.full((), count, dtype=total.dtype, device=total.device)
+    )
     return total / torch.where(divisor == 0, torch.ones_like(divisor), divisor)
 
 

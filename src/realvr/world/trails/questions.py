@@ -10,7 +10,7 @@ import numpy as np
 from realvr.errors import UserError
 from realvr.world.questions import MAX_TRIES
 from realvr.world.sampling import pick
-from realvr.world.trails.board import Cell
+from realvr.world.trails.board import Board, Cell
 from realvr.world.trails.draws import choose, shuffled
 from realvr.world.trails.plan import Plan
 from realvr.world.trails.sampling import Trail, sample_trail, second_start
@@ -37,6 +37,8 @@ WORDINGS = {
 }
 KINDS: tuple[str, ...] = tuple(WORDINGS)
 STRAIGHT = "no turn"
+SWITCH = "switch"
+"""A kind of split ``trails`` alone, four questions at a time: see `sample_switch`."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,25 @@ def _ask_meet(rng: np.random.Generator, plan: Plan, buckets: Container[int]) -> 
             return one, Asked("meet", text, answer, shuffled(rng, ["yes", "no"]), cells, arrows)
     raise UserError(
         f"no board of {plan.grid[0]}x{plan.grid[1]} cells has two trails to ask about; ask for other arrows"
+    )
+
+
+def sample_switch(rng: np.random.Generator, plan: Plan, buckets: Container[int]) -> tuple[Board, list[Asked]]:
+    """A board with two starts whose trails end at different circles (so that they share no cell), and four questions:
+    about the end of the first trail in two wordings, and about that of the second in two."""
+    for _ in range(MAX_TRIES):
+        both = second_start(rng, sample_trail(rng, plan, buckets), plan, meets=False)
+        if both:
+            board = both[0].board
+            choices = shuffled(rng, [board.at(cell).color for cell in board.where("circle")])
+            found = []
+            for trail in both:
+                for wording in shuffled(rng, WORDINGS["end"])[:2]:
+                    text = wording.format(start=trail.start_name)
+                    found.append(Asked("end", text, trail.end.color, choices, trail.cells, trail.arrows))
+            return board, found
+    raise UserError(
+        f"no board of {plan.grid[0]}x{plan.grid[1]} cells has two trails apart from each other; ask for other arrows"
     )
 
 

@@ -22,7 +22,7 @@ from realvr.world.trails.questions import Asked
 from realvr.world.trails.sampling import sample_trail
 
 KINDS: dict[str, tuple[str, ...]] = {
-    "trails": questions.KINDS,
+    "trails": (*questions.KINDS, questions.SWITCH),
     "trails-train": questions.KINDS,
     "trails-lessons": lessons.KINDS,
     "trails-pairs": ("end",),
@@ -48,6 +48,11 @@ def build(rng: np.random.Generator, order: Order, part: str, number: int) -> lis
         return _pair(rng, order, part, number)
     if order.split == "trails-sequels":
         return [_sequel(rng, order, number)]
+    if questions.SWITCH in order.kinds:
+        kind = choose(rng, order.kinds)
+        if kind == questions.SWITCH:
+            return _switch(rng, order, number)
+        order = replace(order, kinds=(kind,))
     if order.split == "trails-lessons":
         trail = sample_trail(rng, order.plan, order.buckets)
         asked = lessons.ask_lesson(rng, trail, order.plan, order.kinds)
@@ -56,6 +61,21 @@ def build(rng: np.random.Generator, order: Order, part: str, number: int) -> lis
     scene = scene_of(trail.board, order.size, sample_ground(rng, order.plan.clutter))
     meta = {"caption": caption(trail.board), "objects": table(trail.board, order.size)}
     return [_item(order, f"{order.split}-{number}", trail.board, scene, asked, meta=meta)]
+
+
+def _switch(rng: np.random.Generator, order: Order, number: int) -> list[Item]:
+    """Two questions about one board, each from a start of its own to a circle of its own, in two wordings each. All
+    have the same options."""
+    board, four = questions.sample_switch(rng, order.plan, order.buckets)
+    scene = scene_of(board, order.size, sample_ground(rng, order.plan.clutter))
+    meta = {"caption": caption(board), "objects": table(board, order.size)}
+    found = []
+    for place, asked in enumerate(four):
+        tags = {"switch": str(place // 2 + 1), "wording": str(place % 2 + 1)}
+        name = f"{order.split}-{number}-{place // 2 + 1}{'ab'[place % 2]}"
+        item = _item(order, name, board, scene, asked, tags=tags, meta=dict(meta))
+        found.append(replace(item, views=(View(scene, f"{order.split}/{number}.png"),)))
+    return found
 
 
 def _pair(rng: np.random.Generator, order: Order, edit: str, number: int) -> list[Item]:
