@@ -321,3 +321,30 @@ def test_rows_of_packed_examples_stay_inside(pair: Any) -> None:
         alone = reference.attentions(pair.stock, reference.begin(pair.stock, ids[:, part]))
         assert difference(probe.stack()[..., part, part], alone) <= ROWS
     assert float(probe.stack()[..., 5:, :5].abs().sum()) == 0
+
+
+# ---------------------------------------------------------------------- pooled rows
+
+
+def test_pooled_rows_are_sums_over_bins(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``left @ A @ right`` of every layer, also where the rows are made a few at a time."""
+    batch, prompt, _, z_BKD, sequence = thought(pair)
+    eager = reference.attentions(pair.stock, sequence).mean(2)
+    length = prompt.length
+    left, right = noise(2, 3, length, seed=1).float(), noise(2, length, 5, seed=2).float()
+    left = left.masked_fill(~batch.real_BT[:, None], 0)
+    small = 2 * pair.ours.text_config.num_attention_heads * length * 7  # seven rows at a time
+    for limit in (None, small):
+        probe, heads = Probe(pool=(left, right)), Probe(pool=(left, right), heads=True)
+        with monkeypatch.context() as patched:
+            if limit is not None:
+                patched.setattr("realvr.backbone.attention._POOLED_WEIGHTS", limit)
+            prefill(pair.ours, batch, probes=[probe, heads])
+        expected = left.to(eager.dtype) @ eager[..., :length, :length] @ right.to(eager.dtype)
+        assert difference(probe.stack(), expected) <= 100 * ROWS and float(expected.abs().max()) > 0.1
+        assert difference(heads.stack().mean(2), expected) <= 100 * ROWS
+    rows, columns = torch.tensor([[1, 3], [2, 4]]), slice(0, 5)
+    probe = Probe(rows=rows, columns=columns, pool=(torch.ones(2, 1, 2), torch.ones(2, 5, 1)))
+    splice(pair.ours, prompt, z_BKD, probes=[probe])
+    expected = torch.stack([eager[:, b, length + rows[b]][..., :5].sum((1, 2)) for b in range(2)], 1)
+    assert difference(probe.stack()[:, :, 0, 0], expected) <= 10 * ROWS

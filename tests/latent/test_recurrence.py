@@ -246,8 +246,9 @@ def test_branches_have_the_gradients_of_separate_passes(exact: Any) -> None:
 
 
 def _flags(backbone: Backbone) -> list[tuple[Any, ...]]:
+    """Modes, switches and the number of hooks of every module."""
     modules = backbone.model.named_modules()
-    return [(name, m.training, getattr(m, "gradient_checkpointing", None)) for name, m in modules]
+    return [(n, m.training, getattr(m, "gradient_checkpointing", None), len(m._forward_hooks)) for n, m in modules]
 
 
 def test_a_cached_pass_refuses_gradient_checkpointing(fresh_exact: Any, right: Any) -> None:

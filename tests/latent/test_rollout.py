@@ -20,7 +20,8 @@ from torch import Tensor
 from helpers import DEVICE, DTYPE, ask, difference, load_stock, mixed_prompts, stock_inputs, tolerance
 from realvr.backbone import Backbone, Prompt, Turn
 from realvr.errors import UserError
-from realvr.latent.group_rollout import Rollout, _stop_test, rollout
+from realvr.latent.completions import stop_test
+from realvr.latent.group_rollout import Rollout, rollout
 from realvr.latent.sampling import GREEDY, Sampling, choose, draws
 from realvr.latent.span import prefill, score, splice, think
 
@@ -437,7 +438,7 @@ def test_the_stop_test_equals_decoding_everything(models: Pair, stop: str) -> No
     backbone = models.ours
     text = "The answer is <answer>é</answer>\n\n日 ö then."
     ids = plain_ids(backbone, text)
-    stopped = _stop_test(backbone, stop)
+    stopped = stop_test(backbone, stop)
     ends = [n for n in range(1, len(ids) + 1) if stop in backbone.tokenizer.decode(ids[:n])]
     assert [n for n in range(1, len(ids) + 1) if stopped(ids[:n])][0] == ends[0]
 

@@ -18,7 +18,7 @@ from helpers import DEVICE, ask, difference, picture, tolerance
 from realvr.backbone import Backbone, Prompt, Turn
 from realvr.backbone.prompts import tail
 from realvr.errors import UserError
-from realvr.latent import GREEDY, State, extend, prefill, think
+from realvr.latent import GREEDY, State, extend, prefill, score, think
 from realvr.latent.group_rollout import decode
 from realvr.latent.sampling import Sampling
 
@@ -171,3 +171,17 @@ def test_a_wrong_number_of_latents_is_refused(pair: Any) -> None:
     other = Prompt(seen[0].ids, (backbone.processor(picture(6)),), seen[0].latents)
     with pytest.raises(UserError, match="images are different"):
         tail(prompt, other, backbone.image_id, slot)
+
+
+def test_padding_between_turns_keeps_the_mask(pair: Any) -> None:
+    """A trunk whose padding is not all in front has no split attention: answers are scored as without it. Before the
+    reply, all padding is in front."""
+    backbone = pair.ours
+    state, *_ = start(backbone, first_turns(), K)
+    prompt, _ = prefill(backbone, backbone.batch([backbone.prompt(turns) for turns in first_turns()]))
+    before, _ = think(backbone, prompt, K)
+    assert before.one_trunk and before.columns.real is not None and not state.one_trunk
+    ids = torch.randint(5, 200, (2, 3, 4), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    for trunk in (before, state):
+        plain, split = (score(backbone, trunk, ids, split=on)[0] for on in (False, True))
+        assert torch.equal(plain, split) or (trunk is before and difference(split, plain) <= CLOSE)

@@ -16,20 +16,25 @@ Without a :class:`Pass` it is stock SDPA, so the same model object still works w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+
+from realvr.backbone.packed_attention import Packed, attend_packed
+from realvr.backbone.split_attention import Split, attend_split, weights_on
+from realvr.backbone.static import StaticPass
 
 TEXT_ATTENTION = "realvr_text"
 
 # Below this many query rows a masked pass folds the query heads of a K/V head into rows instead of repeating K and V.
 _FOLD_ROWS = 32
+
+# Weights of a pooled probe that exist at once.
+_POOLED_WEIGHTS = 2**24
 
 Segments = tuple[tuple[Tensor, Tensor], ...]
 """Keys and values of one layer, in pieces along time: each (B, H_kv, t_i, d)."""
@@ -94,13 +99,23 @@ class Probe:
     or a (B, C) index; None means all. ``layers[l]`` is then (B, R, C), the mean over heads, or (B, H, R, C) with
     ``heads``. Rows are detached unless ``gradient`` is set. They are float32 also for a half-precision model: a readout
     takes means and small differences of them.
+
+    ``pool``, two matrices (B, Q, R) and (B, C, P), keeps ``left @ rows @ right`` (B, Q, P) of each layer instead of the
+    rows: sums over bins of queries and keys. The rows are then made a few queries at a time, so that all queries of a
+    long prompt can be asked for without a matrix of all pairs.
     """
 
     rows: Tensor | None = None
     columns: slice | Tensor | None = None
     heads: bool = False
     gradient: bool = False
+    pool: tuple[Tensor, Tensor] | None = None
     layers: dict[int, Tensor] = field(default_factory=dict)
+
+    def on_trunk(self, length: int) -> bool:
+        """Whether all rows are asked for, without gradient, on a run of the first ``length`` columns."""
+        columns, plain = self.columns, self.rows is None and self.pool is None and not self.gradient
+        return plain and isinstance(columns, slice) and columns.indices(length) == (columns.start, columns.stop, 1)
 
     def stack(self) -> Tensor:
         """All layers, (L, B, R, C) or (L, B, H, R, C)."""
@@ -115,23 +130,50 @@ class Probe:
 @dataclass
 class Matrix:
     """Asks a pass to compute attention eagerly and to keep every layer's matrix (B, H, Tq, Tk) inside the graph, so
-    that one can differentiate through it (saliency)."""
+    that one can differentiate through it (saliency).
+
+    With ``watch`` no matrix is kept: ``watch(layer, weights)`` enters the graph in place of the weights and returns
+    what the layer goes on with. Where layers are checkpointed it is called again for every layer that is recomputed, so
+    that one layer's matrix is alive at a time.
+    """
 
     layers: dict[int, Tensor] = field(default_factory=dict)
+    watch: Callable[[int, Tensor], Tensor] | None = None
 
 
-@dataclass
 class Pass:
-    """One pass of the decoder: what came before it, who sees whom, and what to record."""
+    """One pass of the decoder: what came before it, who sees whom, and what to record.
 
-    past: list[Segments]
-    columns: Columns
-    probes: tuple[Probe, ...] = ()
-    matrix: Matrix | None = None
-    new: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    _open: bool = True
-    _merged: bool = field(default_factory=lambda: not torch.is_grad_enabled())
-    _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+    No dataclass: FSDP2 looks into those that a layer is called with, and hands the layer a copy. ``device`` is where
+    the batch is. Layers may be elsewhere; what probes record of them comes there. ``packed`` says where the examples
+    of packed rows lie: attention then runs inside each instead of through a mask, unless something else is asked for (a
+    past, probes, images that attend both ways or are hidden, a sliding window shorter than an example). ``split`` says
+    that the new columns are branches behind a trunk: attention then runs over the trunk and inside each branch, unless
+    something else is asked for (a matrix, probes of more than some columns of the trunk or with gradient, hidden
+    images, a sliding window shorter than trunk and branch). ``join``: see `remember`.
+    """
+
+    def __init__(
+        self,
+        past: list[Segments],
+        columns: Columns,
+        probes: tuple[Probe, ...] = (),
+        matrix: Matrix | None = None,
+        device: torch.device | None = None,
+        packed: Packed | None = None,
+        join: bool = False,
+        split: Split | None = None,
+    ) -> None:
+        self.past, self.columns, self.probes, self.matrix, self.device = past, columns, probes, matrix, device
+        plain = columns.image_visibility is None and matrix is None
+        self._packed = packed if plain and columns.block is None and not (past or probes) else None
+        self._packed_on: dict[torch.device, Packed] = {}
+        self._split = split if plain and split and all(probe.on_trunk(split.trunk) for probe in probes) else None
+        self._split_on: dict[torch.device, Split] = {}
+        self.new: dict[int, tuple[Tensor, Tensor]] = {}
+        self._open = True
+        self._merged = self._split is None and (join or not torch.is_grad_enabled())
+        self._masks: dict[tuple[int | None, torch.device], Tensor | None] = {}
 
     def close(self) -> list[Segments]:
         """Keys and values of all layers with this pass's own appended.
@@ -143,7 +185,7 @@ class Pass:
         self._open = False
         new, self.new = self.new, {}
         self.probes = tuple(replace(probe, layers={}) for probe in self.probes)
-        self.matrix = None if self.matrix is None else Matrix()
+        self.matrix = None if self.matrix is None else Matrix(watch=self.matrix.watch)
         past = self.past or [()] * len(new)
         if len(past) != len(new):
             raise RuntimeError(f"{len(new)} of {len(past)} layers went through '{TEXT_ATTENTION}'")
@@ -156,27 +198,58 @@ class Pass:
 
         Without gradients the joined tensors replace the pieces, so that a long decode does not join ever more of them.
         With gradients the pieces stay apart: the joined copy belongs to this pass alone and a checkpointed layer
-        frees it.
+        frees it. A chain of short passes whose joined copies are kept anyway asks for these too (``join``): each
+        gradient then goes back through two pieces, not through as many as there were passes.
         """
         own = (key, value)
-        pieces = self.past[layer] if self.past else ()
-        if pieces:
-            keys, values = zip(*pieces, own, strict=True)
-            key, value = torch.cat(keys, dim=2), torch.cat(values, dim=2)
+        joined = _joined((*(self.past[layer] if self.past else ()), own))
         if self._open:
-            self.new[layer] = (key, value) if self._merged else own
-        return key, value
+            self.new[layer] = joined if self._merged else own
+        return joined
+
+    def beside(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep this pass's keys and values; return the earlier ones by themselves."""
+        if self._open:
+            self.new[layer] = (key, value)
+        return _joined(self.past[layer])
 
     def mask(self, queries: int, window: int | None, device: torch.device) -> Tensor | None:
-        """The mask of layers with this sliding window, built once a pass."""
-        if window not in self._masks:
-            self._masks[window] = self.columns.visible(queries, window, device)
-        return self._masks[window]
+        """The mask of layers with this sliding window on this device, built once a pass."""
+        if (window, device) not in self._masks:
+            home = self.device or device
+            built = self.columns.visible(queries, window, home) if home == device else self.mask(queries, window, home)
+            self._masks[window, device] = None if built is None else built.to(device)
+        return self._masks[window, device]
+
+    def packed(self, window: int | None, device: torch.device) -> Packed | None:
+        """Where packed examples lie, if layers with this sliding window may attend inside each by itself; None where
+        only the mask will do."""
+        if self._packed is None or (window is not None and window < self._packed.longest):
+            return None
+        if device not in self._packed_on:
+            self._packed_on[device] = self._packed.to(device)
+        return self._packed_on[device]
+
+    def split(self, window: int | None, query: Tensor) -> Split | None:
+        """Where branches lie, if layers with this window may attend to trunk and branch one by one; else None."""
+        if self._split is None or not self._split.takes(query, window):
+            return None
+        if query.device not in self._split_on:
+            self._split_on[query.device] = self._split.to(query.device)
+        return self._split_on[query.device]
 
     def record(self, layer: int, store: dict[int, Tensor], value: Tensor) -> None:
         """Keep a tensor of a layer; a checkpointed layer that runs again keeps nothing twice."""
         if self._open:
             store[layer] = value
+
+
+def _joined(pieces: Segments) -> tuple[Tensor, Tensor]:
+    """Keys and values of one layer in one piece."""
+    if len(pieces) == 1:
+        return pieces[0]
+    keys, values = zip(*pieces, strict=True)
+    return torch.cat(keys, dim=2), torch.cat(values, dim=2)
 
 
 def _weights(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float, causal: bool) -> Tensor:
@@ -197,6 +270,8 @@ def _weights(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float, ca
 
 def _rows(probe: Probe, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     queries = query.shape[2]
+    if probe.pool is not None:
+        return _pooled(probe, query, key, mask, scaling)
     with torch.set_grad_enabled(probe.gradient and torch.is_grad_enabled()):
         if probe.rows is not None:
             if mask is None and queries > 1:
@@ -218,6 +293,27 @@ def _rows(probe: Probe, query: Tensor, key: Tensor, mask: Tensor | None, scaling
         return weights if probe.gradient else weights.detach()
 
 
+def _pooled(probe: Probe, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """``left @ rows @ right`` of a pooled probe, in chunks of queries of at most `_POOLED_WEIGHTS` weights."""
+    assert probe.pool is not None
+    left, right = (matrix.to(query.device, torch.float32)[:, None] for matrix in probe.pool)
+    batch, heads, queries, _ = query.shape
+    index = torch.arange(queries, device=query.device).expand(batch, -1) if probe.rows is None else probe.rows
+    if mask is None and queries > 1:
+        column = torch.arange(key.shape[2], device=key.device)
+        mask = (column <= column[key.shape[2] - queries :, None])[None, None]
+    size = max(1, _POOLED_WEIGHTS // (batch * heads * key.shape[2]))
+    total = None
+    for start in range(0, index.shape[1], size):
+        part = replace(probe, rows=index[:, start : start + size], pool=None)
+        rows = _rows(part, query, key, mask, scaling)
+        rows = rows if probe.heads else rows[:, None]
+        pooled = left[..., start : start + size].to(rows.dtype) @ (rows @ right.to(rows.dtype))
+        total = pooled if total is None else total + pooled
+    assert total is not None
+    return total if probe.heads else total[:, 0]
+
+
 def _folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
     """Masked SDPA for few query rows: the query heads that share a K/V head become rows of one head, so K and V are
     read once instead of being repeated in memory."""
@@ -230,6 +326,19 @@ def _folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: fl
     return out.reshape(batch, heads, rows, -1).transpose(1, 2).contiguous()
 
 
+def _attend_branches(
+    layer: int, query: Tensor, key: Tensor, value: Tensor, split: Split, scaling: float, realvr: Pass
+) -> Tensor:
+    """Attention to the trunk and inside each branch, (B, Tq, H, d); probes read it from the scores' log-sum-exp."""
+    trunk = realvr.beside(layer, key, value)
+    out, lse = attend_split(query, trunk, (key, value), split, scaling)
+    for probe in realvr.probes:
+        rows = weights_on(query, trunk[0], lse, probe.columns, split, scaling)
+        rows = rows if probe.heads else rows.mean(1)
+        realvr.record(layer, probe.layers, rows.to(realvr.device or query.device))
+    return out
+
+
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -239,24 +348,36 @@ def attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    realvr: Pass | None = None,
+    realvr: Pass | StaticPass | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The registered attention function; returns the output as (B, Tq, H, d)."""
+    from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward  # takes seconds to import
+
     if realvr is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if isinstance(realvr, StaticPass):
+        return realvr.attend(layer, query, key, value, scale, sliding_window), None
+    if (split := realvr.split(sliding_window, query)) is not None and not dropout:
+        return _attend_branches(layer, query, key, value, split, scale, realvr), None
     key, value = realvr.remember(layer, key, value)
     queries = query.shape[2]
+    if (packed := realvr.packed(sliding_window, query.device)) is not None and not dropout:
+        return attend_packed(module, query, key, value, packed, scale), None
     mask = realvr.mask(queries, sliding_window, query.device)
+    home = realvr.device or query.device
     for probe in realvr.probes:
-        realvr.record(layer, probe.layers, _rows(probe, query, key, mask, scale))
+        realvr.record(layer, probe.layers, _rows(probe, query, key, mask, scale).to(home))
     if realvr.matrix is not None:
         weights = _weights(query, key, mask, scale, causal=queries > 1).to(query.dtype)
-        realvr.record(layer, realvr.matrix.layers, weights)
+        if realvr.matrix.watch is not None:
+            weights = realvr.matrix.watch(layer, weights)
+        else:
+            realvr.record(layer, realvr.matrix.layers, weights)
         out = weights @ repeat_kv(value, query.shape[1] // value.shape[1])
         return out.transpose(1, 2).contiguous(), None
     if mask is not None and key.shape[1] < query.shape[1] and queries <= _FOLD_ROWS:
@@ -271,6 +392,9 @@ def register() -> None:
     cuDNN's attention, which torch may prefer in 16 bits, plans again for every shape, and our shapes change with every
     batch: it is switched off for the process.
     """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
     torch.backends.cuda.enable_cudnn_sdp(False)
     AttentionInterface.register(TEXT_ATTENTION, attend)
     AttentionMaskInterface.register(TEXT_ATTENTION, sdpa_mask)

@@ -9,24 +9,32 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL.Image import Image
 from torch import Tensor, nn
 
-from realvr.backbone import attention, vision
+from realvr.backbone import attention, fused_layers, padded_vision, vision
 from realvr.backbone.attention import Pass
 from realvr.backbone.batch import Batch, collate
 from realvr.backbone.generation import end_ids, ignored_defaults
 from realvr.backbone.prompts import PromptEncoder
+from realvr.backbone.static import StaticPass
 from realvr.backbone.types import Prompt, Turn
 from realvr.families import Family, Stock
+from realvr.imaging.ahead import Ahead, threads_for
 from realvr.imaging.processing import ImageProcessor
+from realvr.imaging.reference import ImageRef
 from realvr.imaging.types import Grid, ImageInput
+
+VISION = ("visual", "vision_tower", "multi_modal_projector")
+"""Names of vision towers and what follows them, inside ``model.model``."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,23 @@ class VisualTokens:
     def per_image(self) -> tuple[Tensor, ...]:
         """One (n_i, D) per image, raster order over its grid."""
         return self.features_ND.split([grid.tokens for grid in self.grids])
+
+    def split(self, images: Sequence[int]) -> list[VisualTokens]:
+        """In parts of so many images each, over the same memory."""
+        ends = list(itertools.accumulate(images))
+        grids = [self.grids[end - count : end] for end, count in zip(ends, images, strict=True)]
+        sizes = [sum(grid.tokens for grid in each) for each in grids]
+        pieces = zip(*(x.split(sizes) for x in (self.features_ND, *self.deepstack)), strict=True)
+        return [VisualTokens(x[0], tuple(x[1:]), each) for x, each in zip(pieces, grids, strict=True)]
+
+    @classmethod
+    def join(cls, parts: Sequence[VisualTokens]) -> VisualTokens:
+        """Those of several, one after the other. Parts without an image have no deep features, and need none."""
+        full = [part for part in parts if part.grids] or list(parts[:1])
+        if len(full) == 1:
+            return full[0]
+        features, *deepstack = (torch.cat(x) for x in zip(*((p.features_ND, *p.deepstack) for p in full), strict=True))
+        return cls(features, tuple(deepstack), tuple(grid for part in full for grid in part.grids))
 
 
 class Backbone:
@@ -86,6 +111,13 @@ class Backbone:
         self.image_id = int(self.model.config.image_token_id)
         self.eos_ids = end_ids(self.model, tokenizer)
         self.prompts = PromptEncoder(tokenizer, family, processor, self.context_length)
+        self.fast_vision = False
+        """Whether the frozen tower runs in fewer kernels and over padded copies of its weights, and pixels come from
+        pinned memory, on a GPU in 16 bits."""
+        self._ahead: Ahead[ImageRef, ImageInput] | None = None
+        self._padded_vision = padded_vision.PaddedVision(self.vision_modules())
+        self._fused_vision = fused_layers.FusedWhileRunning(self.vision_modules())
+        self._tower_inputs = vision.TowerInputs(getattr(self.model.config, "vision_config", None))
         self.use_realvr_attention()
 
     # ------------------------------------------------------------------ loading and saving (see loading.py)
@@ -97,18 +129,23 @@ class Backbone:
 
         return load(path, **options)
 
-    def save(self, directory: str | Path) -> Path:
+    def save(self, directory: str | Path, state: dict[str, Tensor] | None = None) -> Path:
         """Write a plain HF directory that stock transformers loads; see :func:`realvr.backbone.loading.save`."""
         from realvr.backbone.loading import save
 
-        return save(self, directory)
+        return save(self, directory, state)
 
     # ------------------------------------------------------------------ facts
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are, and where batches have to be."""
+        """Where batches have to be: with the embeddings. Decoder layers may be elsewhere."""
         return self.core.get_input_embeddings().weight.device
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Every device that holds weights, the one of the batches first."""
+        return list(dict.fromkeys([self.device, *(parameter.device for parameter in self.model.parameters())]))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -157,8 +194,9 @@ class Backbone:
         find = self.tokenizer.backend_tokenizer.token_to_id  # get_vocab() would copy the whole vocabulary
         ids = {self.image_id, self.markers.start, self.markers.slot, self.markers.end}
         ids |= {i for i in map(find, self.family.never_sampled) if i is not None}
-        ids |= set(range(len(self.tokenizer), self.model.lm_head.out_features))
-        return torch.tensor(sorted(i for i in ids if i < self.model.lm_head.out_features))
+        rows = int(self.model.lm_head.out_features)
+        beyond = min(len(self.tokenizer), rows)  # there may be as many as in a whole vocabulary
+        return torch.cat([torch.tensor(sorted(i for i in ids if i < beyond)), torch.arange(beyond, rows)])
 
     def use_realvr_attention(self) -> None:
         """Route decoder (and Qwen vision) attention through the registered functions."""
@@ -171,13 +209,21 @@ class Backbone:
 
     def vision_modules(self) -> list[nn.Module]:
         """Vision tower and merger/projector."""
-        names = ("visual", "vision_tower", "multi_modal_projector")
-        return [getattr(self.core, name) for name in names if hasattr(self.core, name)]
+        return [getattr(self.core, name) for name in VISION if hasattr(self.core, name)]
 
     def freeze_vision(self) -> None:
         """Keep vision tower and merger as they are: targets and prototypes are made of their features."""
         for module in self.vision_modules():
             module.requires_grad_(False)
+
+    @property
+    def fused_layers(self) -> bool:
+        """Whether norms, rotary embeddings and MLP gates of the decoder run in fewer kernels."""
+        return any(map(fused_layers.is_fused, self.decoder.modules()))
+
+    @fused_layers.setter
+    def fused_layers(self, on: bool) -> None:
+        (fused_layers.fuse if on else fused_layers.restore)(self.decoder)
 
     # ------------------------------------------------------------------ inputs
 
@@ -197,19 +243,52 @@ class Backbone:
             start_B=None if start_B is None else start_B.cpu(),
         ).to(self.device)
 
+    def image(self, image: ImageRef, open: Callable[[ImageRef], Image] | None = None) -> ImageInput:
+        """The picture of a reference, processed; where threads prepare pictures ahead (`prepared_ahead`), by them."""
+        return self._prepared(image, open) if self._ahead is None else self._ahead.get(image)
+
+    def _prepared(self, image: ImageRef, open: Callable[[ImageRef], Image] | None = None) -> ImageInput:
+        return self.staged(self.processor(image.open() if open is None else open(image)))
+
+    @contextmanager
+    def prepared_ahead(
+        self, order: Iterable[ImageRef], room: int, processes: int = 1
+    ) -> Iterator[Ahead[ImageRef, ImageInput]]:
+        """Meanwhile threads prepare the pictures of ``order`` for `image`, at most ``room`` of them at a time; the
+        caller discards those that are not needed any more."""
+        before = self._ahead
+        with Ahead(self._prepared, order, room, threads_for(processes)) as self._ahead:
+            try:
+                yield self._ahead
+            finally:
+                self._ahead = before
+
+    def staged(self, image: ImageInput) -> ImageInput:
+        """The image as `encode_images` takes it without work or waiting: for a thread that prepares images ahead."""
+        if not (self.fast_vision and padded_vision.pays(self.device, self.dtype)):
+            return image
+        return replace(image, pixels=vision.staged(image.pixels, self.dtype))
+
     def encode_images(self, images: Sequence[ImageInput], train: bool = False) -> VisualTokens:
         """Visual tokens of ``images``, in order. Equal images are encoded once. Frozen (no graph) unless ``train``."""
         grids = tuple(image.grid for image in images)
         if not images:
             return VisualTokens(torch.empty(0, self.width, dtype=self.dtype, device=self.device), (), ())
         unique = list({image.key: image for image in images}.values())
-        pixels = torch.cat([image.pixels for image in unique]).to(self.device, self.dtype, non_blocking=True)
+        fast = self.fast_vision and padded_vision.pays(self.device, self.dtype)
+        pixels = vision.upload([image.pixels for image in unique], self.dtype, self.device, pinned=fast)
         with torch.set_grad_enabled(train and torch.is_grad_enabled()):
-            features, deepstack = self._encode(pixels, unique)
+            if fast and not torch.is_grad_enabled():
+                with self._padded_vision.running(), self._fused_vision.running():
+                    features, deepstack = self._encode(pixels, unique)
+            else:
+                self._padded_vision.drop()
+                features, deepstack = self._encode(pixels, unique)
         if len(unique) < len(images):
             starts = [0, *itertools.accumulate(image.tokens for image in unique)]
             place = {image.key: start for image, start in zip(unique, starts, strict=False)}
-            index = torch.cat([torch.arange(image.tokens) + place[image.key] for image in images]).to(self.device)
+            index = torch.cat([torch.arange(image.tokens) + place[image.key] for image in images])
+            index = index.to(self.device, non_blocking=True)
             features, *deepstack = (x[index] for x in (features, *deepstack))
         return VisualTokens(features, tuple(deepstack), grids)
 
@@ -218,8 +297,7 @@ class Backbone:
             output = self.core.get_image_features(pixel_values=pixels, return_dict=True)
             return output.pooler_output.flatten(0, 1), []
         merge = self.model.config.vision_config.spatial_merge_size
-        grids = torch.tensor([[image.grid.rows * merge, image.grid.cols * merge] for image in images])
-        inputs = vision.tower_inputs(grids, self.model.config.vision_config, self.device)
+        inputs = self._tower_inputs([(x.grid.rows * merge, x.grid.cols * merge) for x in images], self.device)
         output = self.core.get_image_features(pixels, return_dict=True, **inputs)
         # Flat tensors in transformers 5.17, one tensor per image in later releases.
         flat = [x if isinstance(x, Tensor) else torch.cat(x) for x in getattr(output, "deepstack_features", None) or []]
@@ -259,7 +337,7 @@ class Backbone:
         self,
         embeds_BTD: Tensor,
         positions: Tensor,
-        carried: Pass,
+        carried: Pass | StaticPass,
         image_BT: Tensor | None = None,
         deepstack: Sequence[Tensor] = (),
     ) -> Tensor:
@@ -280,8 +358,9 @@ class Backbone:
             realvr=carried,
             **extra,
         )
-        return output.last_hidden_state
+        return output.last_hidden_state.to(embeds_BTD.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits of the given rows only; (…, D) → (…, V)."""
-        return self.model.lm_head(hidden)
+        head = self.model.lm_head
+        return head(hidden.to(head.weight.device)).to(hidden.device)

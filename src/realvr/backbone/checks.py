@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForImageTextToText
 
 from realvr.backbone.model_files import REMEDY
 from realvr.backbone.rendering import TemplateError, render
@@ -49,6 +48,8 @@ def check_size(source: str, config: object) -> None:
         return  # damaged weights are reported when they are read
     if not stored:
         return
+    from transformers import AutoModelForImageTextToText
+
     try:
         with torch.device("meta"):
             model = AutoModelForImageTextToText.from_config(config)

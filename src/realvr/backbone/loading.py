@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import socket
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import torch
 from PIL.Image import Image
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
-from transformers.utils import cached_file, logging
 
 from realvr.backbone.backbone import Backbone, Markers
 from realvr.backbone.checks import (
@@ -26,6 +25,7 @@ from realvr.backbone.checks import (
 )
 from realvr.backbone.model_files import REMEDY, check_files
 from realvr.backbone.released import save_weights, settle_output_layer
+from realvr.backbone.sharding import Spread
 from realvr.errors import UserError
 from realvr.families import FAMILIES, MARKERS, Family, Stock, family_of
 from realvr.imaging.processing import ImageProcessor, Limits
@@ -35,12 +35,16 @@ from realvr.models import is_named, locate
 from realvr.runs.files import read_json
 from realvr.runs.hashes import changed_weights, record_weights
 
+if TYPE_CHECKING:
+    from realvr.backbone.streaming import Weights
+
 DEFAULT_LATENTS = 8
 CONFIG_KEY = "realvr"
 """Key in ``config.json`` under which a checkpoint keeps what it was trained with: marker ids, K, the limits on visual
 tokens. Stock transformers carries it along unread."""
 
 _SIDE_FILES = ("processor_config.json", "video_preprocessor_config.json", "chat_template.json")
+Place = Callable[[Any, "Weights"], None]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -55,6 +59,10 @@ def load(
     tiles: bool | None = None,
     max_tiles: int | None = None,
     announce: bool = True,
+    place: Place | None = None,
+    sharded: bool = False,
+    fast_vision: bool = True,
+    fused_layers: bool = False,
 ) -> Backbone:
     """Load a local directory, hub id or packaged name (`realvr.models`) that ``AutoModelForImageTextToText`` can load.
 
@@ -66,6 +74,11 @@ def load(
 
     ``announce`` hashes the weights and warns where they, K or a limit are not those that the checkpoint was saved with;
     further processes of the same run switch it off.
+
+    With ``place`` the weights are not read here: it gets the model on the meta device and an iterator of its weights,
+    and puts them where they belong. At no time are all of them in this process. ``sharded`` does so over all GPUs of
+    the machine (see `realvr.backbone.sharding`); ``device`` then has no meaning. ``fast_vision`` and
+    ``fused_layers`` are those of `Backbone`.
     """
     if latents is not None and latents < 0:
         raise UserError(f"latents is {latents}: the number of latent slots cannot be negative")
@@ -75,18 +88,22 @@ def load(
     config, family = read_config(source)
     check_files(source)
     check_size(source, config)
+    if sharded:
+        place = Spread.over_all_gpus(str(path))
     device, dtype = _device(device), _dtype(dtype)
     tokenizer = _load_tokenizer(source)
     known = _remembered(config, source)
     stored = _stored_limits(known, source)
     given = Limits(min_tokens, max_tokens, tiles, max_tiles)
     processor = ImageProcessor.load(source, family, config, **vars(stored.then(given)))
-    model = _load_model(source, dtype, device)
+    model = _load_model(source, dtype, device) if place is None else _place_model(source, dtype, place, announce)
     markers, added = add_markers(model, tokenizer)
     chosen = latents if latents is not None else _stored_latents(known, source)
     backbone = Backbone(model, tokenizer, family, processor, markers, chosen, markers_added=added)
     backbone.spell_out = bool(known.get("spell_out", False))
     backbone.side_files = _side_files(source)
+    backbone.fast_vision = fast_vision
+    backbone.fused_layers = fused_layers
     if backbone.mrope and backbone.windowed:
         raise UserError(f"{source}: sliding-window layers together with multimodal rotary positions are not supported")
     backbone.freeze_vision()
@@ -130,9 +147,10 @@ def _announce(name: str, source: str, backbone: Backbone, known: dict[str, Any],
         )
 
 
-def save(backbone: Backbone, directory: str | Path) -> Path:
+def save(backbone: Backbone, directory: str | Path, state: dict[str, Tensor] | None = None) -> Path:
     """Write model, tokenizer and image processor as a plain HF directory; marker ids, K, limits on visual tokens and
-    ``spell_out`` go into its ``config.json``, SHA-256 hashes of the weights into ``weights.sha256``."""
+    ``spell_out`` go into its ``config.json``, SHA-256 hashes of the weights into ``weights.sha256``. ``state`` are the
+    weights by name where they are not the model's own."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     markers = backbone.markers
@@ -144,7 +162,7 @@ def save(backbone: Backbone, directory: str | Path) -> Path:
     if backbone.spell_out:
         note["spell_out"] = True
     setattr(backbone.model.config, CONFIG_KEY, note)
-    save_weights(backbone.model, directory, backbone.family.transposed)
+    save_weights(backbone.model, directory, backbone.family.transposed, state)
     backbone.tokenizer.save_pretrained(directory)
     backbone.processor.stock.save_pretrained(directory)
     for name, text in backbone.side_files.items():
@@ -169,6 +187,8 @@ def read_config(source: str) -> tuple[Any, Family]:
         fields = read_json(config_file, REMEDY)
         _refuse_unsupported(source, fields.get("model_type"))
         check_numbers(config_file, fields)
+    from transformers import AutoConfig
+
     try:
         config = AutoConfig.from_pretrained(source)
     except Exception as error:  # whatever a damaged file leads to
@@ -213,6 +233,8 @@ def _refuse_unsupported(source: str, model_type: str | None) -> Family:
 
 def _side_files(source: str) -> dict[str, str]:
     """Small files that ``AutoProcessor`` reads and we only hand on, so that a saved checkpoint has them too."""
+    from transformers.utils import cached_file
+
     found = {}
     for name in _SIDE_FILES:
         file = cached_file(
@@ -224,6 +246,8 @@ def _side_files(source: str) -> dict[str, str]:
 
 
 def _load_tokenizer(source: str) -> Stock:
+    from transformers import AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except BaseException as error:  # whatever a damaged file leads to; a panic in Rust is no Exception
@@ -238,19 +262,46 @@ def _load_tokenizer(source: str) -> Stock:
 
 
 def _load_model(source: str, dtype: torch.dtype | str, device: torch.device) -> Stock:
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # its report of many lines; what it would say is said below
-    try:
+    from transformers import AutoModelForImageTextToText
+
+    with _refusals(source):
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
             source, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
         )
-        model, found = loaded
-    except MemoryError:
+    model, found = loaded
+    _check_found(source, model, found)
+    return model.to(device)
+
+
+def _place_model(source: str, dtype: torch.dtype | str, place: Place, progress: bool) -> Stock:
+    from realvr.backbone.streaming import Stored
+
+    with _refusals(source):
+        stored = Stored(source, dtype, progress)
+    _check_found(source, stored.model, stored.found)
+    place(stored.model, stored.weights())
+    return stored.model
+
+
+@contextmanager
+def _refusals(source: str) -> Iterator[None]:
+    """Errors of transformers in one line, and none of its reports of many lines: `_check_found` prints what matters."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    except (MemoryError, UserError):
         raise
     except Exception as error:  # whatever damaged weights or a configuration that fits no model lead to
         raise UserError(f"{source}: the model cannot be loaded ({first_line(error)})") from error
     finally:
         logging.set_verbosity(verbosity)
+
+
+def _check_found(source: str, model: Stock, found: dict[str, Any]) -> None:
+    """Compare the tensors of the files with those of the model, as transformers' loader has found them."""
     missing = settle_output_layer(source, model, found["missing_keys"])
     if missing:  # transformers would fill them with random numbers and only warn
         names = sorted(missing)
@@ -263,8 +314,7 @@ def _load_model(source: str, dtype: torch.dtype | str, device: torch.device) -> 
         )
     if found["unexpected_keys"]:
         names = sorted(found["unexpected_keys"])
-        warnings.warn(f"{source}: {len(names)} stored tensors are not used, among them {names[0]}", stacklevel=2)
-    return model.to(device)
+        warnings.warn(f"{source}: {len(names)} stored tensors are not used, among them {names[0]}", stacklevel=4)
 
 
 def add_markers(model: Stock, tokenizer: Stock) -> tuple[Markers, bool]:

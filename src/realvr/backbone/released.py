@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 
 from realvr.families import Stock
 from realvr.runs.files import write_json
+from realvr.runs.quiet import quiet_deepspeed
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
     from realvr.families import Family
@@ -61,21 +63,25 @@ def _stated(source: str) -> bool | None:
     return None
 
 
-def save_weights(model: PreTrainedModel, directory: Path, transposed: tuple[str, ...]) -> None:
-    """``save_pretrained``, with the tensors whose names end in ``transposed`` in the orientation of released files.
+def save_weights(
+    model: PreTrainedModel, directory: Path, transposed: tuple[str, ...], state: dict[str, Tensor] | None = None
+) -> None:
+    """``save_pretrained`` of the model's weights, or of those in ``state``, with the tensors whose names end in
+    ``transposed`` in the orientation of released files.
 
     transformers turns them over when it loads them and leaves them so when it saves. It tells the orientation by the
     shape, so a square matrix is never turned over and is written as it is.
     """
+    quiet_deepspeed()
     if not transposed:
-        model.save_pretrained(directory)
+        model.save_pretrained(directory, state_dict=state)
         return
-    state = {
+    turned = {
         name: tensor.transpose(1, 2) if name.endswith(transposed) and tensor.shape[1] != tensor.shape[2] else tensor
-        for name, tensor in model.state_dict().items()
+        for name, tensor in (model.state_dict() if state is None else state).items()
     }
     # Released names are the module names here. The conversion of the original format would turn the tensors back.
-    model.save_pretrained(directory, state_dict=state, save_original_format=False)
+    model.save_pretrained(directory, state_dict=turned, save_original_format=False)
 
 
 def as_released(directory: Path, family: Family) -> None:

@@ -9,6 +9,7 @@ through the documented ``image_*`` keywords of ``get_image_features``.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +17,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
-from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
 from realvr.families import Stock
 
 VISION_ATTENTION = "realvr_flash_chunks"
+KEPT_PATCHES = 2**19
+"""Patches whose index tensors are kept: about 50 of their bytes each."""
 
 
 @dataclass
@@ -91,12 +91,12 @@ def attend_chunks(
     chunks = next((known for known in realvr_chunks if known.boundaries is cu_seq_lens_q), None)
     if chunks is None:  # a direct stock call: correct, at the price of one host synchronisation
         chunks = Chunks.build(cu_seq_lens_q.diff().cpu().long()).to(query.device)
-    packed = torch.stack([query[0], key[0], value[0]]).transpose(1, 2)  # (3, N, H, d)
-    if len(chunks.buckets) == 1 and not chunks.buckets[0].padded:
+    if len(chunks.buckets) == 1 and not chunks.buckets[0].padded:  # as they lie, without a copy
         n, m = chunks.buckets[0].index.shape
-        q, k, v = packed.view(3, n, m, *packed.shape[2:]).transpose(2, 3)
+        q, k, v = (x[0].unflatten(1, (n, m)).transpose(0, 1) for x in (query, key, value))  # (n, H, m, d)
         out = F.scaled_dot_product_attention(q, k, v, scale=scaling)
-        return out.transpose(1, 2).reshape(1, n * m, *packed.shape[2:]), None
+        return out.transpose(1, 2).flatten(0, 1)[None], None
+    packed = torch.stack([query[0], key[0], value[0]]).transpose(1, 2)  # (3, N, H, d)
     out = torch.empty_like(packed[0])
     for bucket in chunks.buckets:
         q, k, v = packed[:, bucket.index].transpose(2, 3)  # (n, H, m, d)
@@ -158,6 +158,8 @@ def tower_inputs(patch_grids_N2: Tensor, config: Stock, device: torch.device) ->
         kwargs["image_cu_window_seqlens"] = windows.boundaries
         kwargs["image_max_window_seqlen"] = windows.longest
     if hasattr(config, "num_position_embeddings"):
+        from transformers.vision_utils import get_vision_interpolation_indices_and_weights
+
         indices, weights = get_vision_interpolation_indices_and_weights(
             grid_thw,
             num_grid_per_side=int(config.num_position_embeddings**0.5),
@@ -171,7 +173,53 @@ def tower_inputs(patch_grids_N2: Tensor, config: Stock, device: torch.device) ->
     return kwargs
 
 
+class TowerInputs:
+    """`tower_inputs` of one backbone; those of the last few sets of grids are kept, since pictures of one size
+    recur."""
+
+    def __init__(self, config: Stock) -> None:
+        self._config = config
+        self._kept: OrderedDict[tuple[Any, ...], dict[str, Any]] = OrderedDict()
+
+    def __call__(self, patch_grids: Sequence[tuple[int, int]], device: torch.device) -> dict[str, Any]:
+        """Keyword arguments for images of these (rows, columns) of patches."""
+        key = (*patch_grids, device)
+        found = self._kept.pop(key, None)
+        if found is None:
+            with torch.inference_mode(False):  # they may serve a pass with gradients later
+                found = tower_inputs(torch.tensor(patch_grids), self._config, device)
+        self._kept[key] = found
+        while len(self._kept) > 1 and sum(map(_patches, tuple(self._kept))) > KEPT_PATCHES:
+            self._kept.popitem(last=False)
+        return found
+
+
+def _patches(key: tuple[Any, ...]) -> int:
+    return sum(rows * columns for rows, columns in key[:-1])
+
+
+def upload(pixels: Sequence[Tensor], dtype: torch.dtype, device: torch.device, pinned: bool) -> Tensor:
+    """Pixels of all images, one after the other, on the device and in the model's type.
+
+    ``pinned``: each is converted in main memory and copied from pinned memory, so that half the bytes travel and the
+    host does not wait for them. Without it they are converted on the device.
+    """
+    if not pinned:
+        return torch.cat(list(pixels)).to(device, dtype, non_blocking=True)
+    parts = [staged(each, dtype).to(device, non_blocking=True) for each in pixels]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def staged(pixels: Tensor, dtype: torch.dtype) -> Tensor:
+    """Pixels in main memory as `upload` wants them: in the model's type, in pinned memory."""
+    ready = pixels.to(dtype)
+    return ready if ready.is_pinned() else ready.pin_memory()
+
+
 def register() -> None:
     """Make ``VISION_ATTENTION`` known to transformers."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
     AttentionInterface.register(VISION_ATTENTION, attend_chunks)
     AttentionMaskInterface.register(VISION_ATTENTION, sdpa_mask)

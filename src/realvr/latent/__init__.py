@@ -19,7 +19,7 @@ _HOME = {
     "trajectory": "realvr.latent.recurrence",
     "cell_box": "realvr.data.boxes",
     "region_vector": "realvr.latent.regions",
-    "Completion": "realvr.latent.group_rollout",
+    "Completion": "realvr.latent.completions",
     "Rollout": "realvr.latent.group_rollout",
     "decode": "realvr.latent.group_rollout",
     "rollout": "realvr.latent.group_rollout",

@@ -8,9 +8,8 @@ are held once and read once per step, not G times, and finished branches and pro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,26 +17,13 @@ from torch import Tensor
 from realvr.backbone.backbone import Backbone, VisualTokens
 from realvr.backbone.types import Prompt
 from realvr.errors import UserError
+from realvr.latent.completions import Branch, Completion, finish, stop_test
 from realvr.latent.sampling import Sampling, choose, draws, prompt_seeds
 from realvr.latent.span import Interventions, decoder_pass, log_softmax_rows, prefill, span_tokens, think
 from realvr.latent.state import State
 
-FinishReason = Literal["eos", "stop", "length"]
-
-
-@dataclass
-class Completion:
-    """One sampled continuation. ``ids`` include the end-of-sequence token where one was sampled; ``text`` does not."""
-
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    text: str = ""
-    finish: FinishReason = "length"
-
-    @property
-    def reply_ids(self) -> list[int]:
-        """What was said, without the end-of-sequence token: the ids to keep in a conversation that goes on."""
-        return self.ids[:-1] if self.finish == "eos" else self.ids
+if TYPE_CHECKING:
+    from realvr.latent.fast import FastDecode
 
 
 @dataclass
@@ -76,12 +62,13 @@ def rollout(
     visual: VisualTokens | None = None,
     interventions: Interventions | None = None,
     go_on: Callable[[bool], bool] | None = None,
+    fast: FastDecode | None = None,
 ) -> Rollout:
     """Sample ``group`` completions of each prompt after one shared latent span of K = ``latents`` (the checkpoint's
     K).
 
     ``interventions`` are vectors put into the span (see `think`). ``go_on`` is for processes that must pass through the
-    model equally often (see `decode`).
+    model equally often (see `decode`). ``fast`` runs the span and the decoding in static shapes where that applies.
     """
     sampling = sampling or Sampling()
     count = backbone.latents if latents is None else latents
@@ -93,9 +80,25 @@ def rollout(
         return Rollout([], torch.empty(0, count, backbone.width), sampling.policy_temperature)
     limits = [min(sampling.max_new, _room(backbone, prompt, count)) for prompt in prompts]
     state, _ = prefill(backbone, backbone.batch(prompts), visual)
-    state, z_BKD = think(backbone, state, count, interventions=interventions)
-    completions = decode(backbone, state, group, sampling, seed, limits, go_on)
+    state, z_BKD = free_span(backbone, state, count, interventions=interventions, go_on=go_on, fast=fast)
+    completions = decode(backbone, state, group, sampling, seed, limits, go_on, fast)
     return Rollout(completions, z_BKD, sampling.policy_temperature)
+
+
+def free_span(
+    backbone: Backbone,
+    state: State,
+    latents: int,
+    *,
+    interventions: Interventions | None = None,
+    go_on: Callable[[bool], bool] | None = None,
+    fast: FastDecode | None = None,
+) -> tuple[State, Tensor]:
+    """`think`, in static shapes where ``fast`` applies."""
+    new = span_tokens(latents)
+    if fast is not None and latents > 0 and fast.applies(state, new=new, go_on=go_on, put=interventions):
+        return fast.think(state, latents)
+    return think(backbone, state, latents, interventions=interventions)
 
 
 def _room(backbone: Backbone, prompt: Prompt, latents: int) -> int:
@@ -109,14 +112,6 @@ def _room(backbone: Backbone, prompt: Prompt, latents: int) -> int:
     return room
 
 
-@dataclass
-class _Branch:
-    prompt: int
-    number: int
-    completion: Completion
-    limit: int
-
-
 @torch.no_grad()
 def decode(
     backbone: Backbone,
@@ -126,45 +121,49 @@ def decode(
     seed: int | Sequence[int] = 0,
     limits: Sequence[int] | None = None,
     go_on: Callable[[bool], bool] | None = None,
+    fast: FastDecode | None = None,
 ) -> list[list[Completion]]:
     """Sample ``group`` continuations of each row of ``state``, at most ``limits[row]`` tokens each (``max_new``).
 
     ``go_on`` is called before every pass with whether this process still decodes, and returns whether any process
     does. One that has finished repeats its last pass until none does: parameters sharded over processes need equally
-    many passes on each.
+    many passes on each. ``fast`` decodes in static shapes where that applies.
     """
     limits = [sampling.max_new] * state.rows if limits is None else limits
     steps = max(limits, default=0)
-    uniform = draws(prompt_seeds(seed, state.rows), group, steps)
+    if fast is not None and fast.applies(state, new=steps, group=group, go_on=go_on):
+        return fast.decode(state, group, sampling, seed, limits)
+    uniform = draws(prompt_seeds(seed, state.rows), group, steps).flatten(0, 1).to(backbone.device)
     forbidden = backbone.forbidden_ids().to(backbone.device)
     completions = [[Completion() for _ in range(group)] for _ in range(state.rows)]
-    # rows[r] holds the unfinished branches of row r of the (shrinking) state, in the order their tokens are fed.
-    rows = [[_Branch(p, g, completions[p][g], limits[p]) for g in range(group)] for p in range(state.rows)]
-    stopped = _stop_test(backbone, sampling.stop)
-    hidden = state.last_BD[:, None]
+    # fed.rows[r] holds the unfinished branches of row r of the (shrinking) state, in the order their tokens are fed.
+    fed = _Layout(
+        [[Branch(p, g, completions[p][g], limits[p]) for g in range(group)] for p in range(state.rows)],
+        group,
+        backbone.device,
+    )
+    stopped = stop_test(backbone, sampling.stop)
+    # Every branch of a row starts from the same state: one row of logits serves them all.
+    logp = log_softmax_rows(backbone, state.last_BD, sampling.policy_temperature, forbidden)
+    logp = logp.repeat_interleave(group, dim=0)
     start = state.next_B
     for step in range(steps):
-        branches = [branch for row in rows for branch in row]
-        if step == 0:  # every branch of a row starts from the same state: one row of logits serves them all
-            logp = log_softmax_rows(backbone, hidden[:, 0], sampling.policy_temperature, forbidden)
-            logp = logp.repeat_interleave(group, dim=0)
-        else:
-            logp = log_softmax_rows(backbone, hidden, sampling.policy_temperature, forbidden)
-        pick = torch.tensor([(b.prompt, b.number) for b in branches])
-        tokens = choose(logp, uniform[pick[:, 0], pick[:, 1], step], sampling)
+        tokens = choose(logp, uniform[fed.index, step], sampling)
         chosen = logp.gather(-1, tokens[:, None])[:, 0]
-        for branch, token, value in zip(branches, tokens.tolist(), chosen.tolist(), strict=True):
+        for branch, token, value in zip(fed.branches, tokens.tolist(), chosen.tolist(), strict=True):
             branch.completion.ids.append(token)
             branch.completion.logprobs.append(value)
-        survivors = _finish(backbone, rows, stopped)
+        survivors = finish(backbone, fed.rows, stopped)
         if not any(survivors):
             break
         if go_on is not None:
             go_on(True)
-        state, start, rows = _drop_rows(state, start, survivors)
-        state, hidden = _feed(backbone, state, rows, start + step)
+        if sum(map(len, survivors)) < len(fed.branches):
+            state, start, fed, tokens = _drop(state, start, fed, survivors, tokens)
+        state, hidden = _feed(backbone, state, fed, tokens, start + step)
+        logp = log_softmax_rows(backbone, hidden, sampling.policy_temperature, forbidden)
     while go_on is not None and go_on(False):  # only the passes count: what comes out is dropped
-        _, hidden = _feed(backbone, state, rows, start)
+        _, hidden = _feed(backbone, state, fed, tokens, start)
         log_softmax_rows(backbone, hidden, sampling.policy_temperature, forbidden)
     for row_group in completions:
         for completion in row_group:
@@ -172,68 +171,50 @@ def decode(
     return completions
 
 
-def _stop_test(backbone: Backbone, stop: str | None) -> Callable[[list[int]], bool]:
-    """Whether ids have just come to hold the text ``stop``.
+class _Layout:
+    """Where the unfinished branches stand in the columns that are fed. It is the same until one of them ends, and so
+    are its tensors."""
 
-    To decode the end of every branch at every step costs more than the rest of the bookkeeping together, so that is
-    done only where the newest token holds the last character of ``stop``.
-    """
-    if not stop:
-        return lambda ids: False
-    decode, last = backbone.tokenizer.decode, stop[-1]
-    tail = len(stop.encode()) + 1  # a token holds at least one byte
-    alone = "!" <= last <= "~"  # one byte, and no space that decoding might strip: it stands whole in some token
-
-    @cache
-    def may_end(token: int) -> bool:
-        return not alone or last in decode([token])
-
-    return lambda ids: may_end(ids[-1]) and stop in decode(ids[-tail:])
+    def __init__(self, rows: list[list[Branch]], group: int, device: torch.device) -> None:
+        self.rows, self.group, self.device = rows, group, device
+        self.branches = [branch for row in rows for branch in row]
+        self.index = torch.tensor([b.prompt * group + b.number for b in self.branches], device=device)
+        self.width = max(len(row) for row in rows)
+        # -2: a filler that no branch sees
+        segment = torch.tensor([[b.number for b in row] + [-2] * (self.width - len(row)) for row in rows])
+        self.segment = segment.to(device)
+        full = len(self.branches) == segment.numel()
+        self.real = None if full else self.segment != -2
+        self.place = None if full else (segment != -2).flatten().nonzero()[:, 0].to(device)
 
 
-def _finish(backbone: Backbone, rows: list[list[_Branch]], stopped: Callable[[list[int]], bool]) -> list[list[_Branch]]:
-    """Set the finish reason of branches that just ended; return those that go on, row by row."""
-    survivors = []
-    for row in rows:
-        alive = []
-        for branch in row:
-            done = branch.completion
-            if done.ids[-1] in backbone.eos_ids:
-                done.finish = "eos"
-            elif stopped(done.ids):
-                done.finish = "stop"
-            elif len(done.ids) < branch.limit:
-                alive.append(branch)
-        survivors.append(alive)
-    return survivors
+def _drop(
+    state: State, start: Tensor, fed: _Layout, survivors: list[list[Branch]], tokens: Tensor
+) -> tuple[State, Tensor, _Layout, Tensor]:
+    """Without the branches that have ended, and without the rows of which all have."""
+    live = {id(branch) for row in survivors for branch in row}
+    kept = [index for index, branch in enumerate(fed.branches) if id(branch) in live]
+    tokens = tokens[torch.tensor(kept, device=tokens.device)]
+    keep = [index for index, row in enumerate(survivors) if row]
+    if len(keep) < len(survivors):
+        index = torch.tensor(keep, device=start.device)
+        state, start = state.select(index), start[index]
+    return state, start, _Layout([survivors[i] for i in keep], fed.group, fed.device), tokens
 
 
-def _drop_rows(state: State, start: Tensor, rows: list[list[_Branch]]) -> tuple[State, Tensor, list[list[_Branch]]]:
-    keep = [index for index, row in enumerate(rows) if row]
-    if len(keep) == len(rows):
-        return state, start, rows
-    index = torch.tensor(keep, device=start.device)
-    return state.select(index), start[index], [rows[i] for i in keep]
-
-
-def _feed(backbone: Backbone, state: State, rows: list[list[_Branch]], position_B: Tensor) -> tuple[State, Tensor]:
+def _feed(backbone: Backbone, state: State, fed: _Layout, tokens: Tensor, position_B: Tensor) -> tuple[State, Tensor]:
     """One token per unfinished branch; returns the hidden states of these branches (n, D) in row-major order."""
-    width = max(len(row) for row in rows)
-    ids = torch.tensor([[b.completion.ids[-1] for b in row] + [0] * (width - len(row)) for row in rows])
-    # -2: a filler that no branch sees
-    segment = torch.tensor([[b.number for b in row] + [-2] * (width - len(row)) for row in rows])
-    device = position_B.device
-    filler = segment == -2
-    positions = position_B[:, None].expand(-1, width)
+    ids = tokens
+    if fed.place is not None:
+        ids = torch.zeros(fed.segment.numel(), dtype=tokens.dtype, device=tokens.device)
+        ids = ids.index_copy(0, fed.place, tokens)
     longer, hidden = decoder_pass(
         backbone,
         state,
-        backbone.embed(ids.to(device)),
-        positions,
-        real_BT=(~filler).to(device) if bool(filler.any()) else None,
-        segment_BT=segment.to(device),
+        backbone.embed(ids.view(-1, fed.width)),
+        position_B[:, None].expand(-1, fed.width),
+        real_BT=fed.real,
+        segment_BT=fed.segment,
     )
-    if bool(filler.any()):
-        place = (~filler).flatten().nonzero()[:, 0].to(device)
-        return longer, hidden.flatten(0, 1)[place]
-    return longer, hidden.flatten(0, 1)
+    hidden = hidden.flatten(0, 1)
+    return longer, hidden if fed.place is None else hidden[fed.place]

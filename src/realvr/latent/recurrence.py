@@ -8,13 +8,14 @@ travel with the pass, not in a cache object that HF gradient checkpointing would
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
 from realvr.backbone.backbone import Backbone, VisualTokens
 from realvr.backbone.batch import Batch
 from realvr.errors import UserError
+from realvr.latent.recorded_span import RecordedSpan
 from realvr.latent.span import Interventions, prefill, think
 from realvr.latent.state import State
 
@@ -28,10 +29,16 @@ def regenerate(
     *,
     interventions: Interventions | None = None,
     memory: Memory = "cached",
+    recorded: RecordedSpan | None = None,
+    whole: bool = True,
 ) -> tuple[State, Tensor]:
     """K latent steps from the state of a prompt, with gradients through each of them; the state after the span and z
-    (B, K, D). Stage 2 calls this: one differentiable prefill serves more than the trajectory."""
-    return think(backbone, prompt, latents, interventions=interventions, checkpointed=memory == "checkpointed")
+    (B, K, D). Stage 2 calls this: one differentiable prefill serves more than the trajectory. ``recorded`` runs them as
+    CUDA graphs where it can; without ``whole`` the state after the span may then be outside the graph."""
+    count = backbone.latents if latents is None else latents
+    options: dict[str, Any] = {"interventions": interventions, "checkpointed": memory == "checkpointed"}
+    found = None if recorded is None else recorded.think(prompt, count, whole=whole, **options)
+    return think(backbone, prompt, count, **options) if found is None else found
 
 
 def trajectory(

@@ -11,11 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from realvr.errors import UserError
 
 ANSWER_END = "</answer>"
+
+_BLOCK = 512
+"""Ids whose mass is summed together before the blocks are."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +80,29 @@ def choose(logp_NV: Tensor, uniform_N: Tensor, sampling: Sampling) -> Tensor:
     if sampling.temperature == 0:
         return logp_NV.argmax(-1)
     kept = _filter(logp_NV, sampling)
-    cumulative = kept.exp().double().cumsum(-1)
-    target = uniform_N.to(cumulative.device)[:, None] * cumulative[:, -1:]
-    # right=True: the first id whose cumulative mass exceeds the target, hence not one of zero probability. A parallel
-    # sum may still be off by the last bit; an id of zero probability is then replaced, so that "never" is literal.
-    chosen = torch.searchsorted(cumulative, target, right=True).clamp(max=logp_NV.shape[1] - 1)
-    impossible = kept.gather(-1, chosen)[:, 0] == float("-inf")
-    return torch.where(impossible, kept.argmax(-1), chosen[:, 0])
+    chosen = _inverse(kept.exp(), uniform_N.to(kept.device))
+    # A parallel sum may be off by the last bit; an id of zero probability is then replaced, so that "never" is literal.
+    impossible = kept.gather(-1, chosen[:, None])[:, 0] == float("-inf")
+    return torch.where(impossible, kept.argmax(-1), chosen)
+
+
+def _inverse(mass_NV: Tensor, uniform_N: Tensor) -> Tensor:
+    """The first index whose cumulative mass exceeds ``uniform`` times the whole, hence not one without mass.
+
+    In float64 and in two levels, first the block, then the place in it: one sum over a whole vocabulary is slow where
+    rows are few.
+    """
+    rows, size = mass_NV.shape
+    blocks = -(-size // _BLOCK)
+    padded = F.pad(mass_NV, (0, blocks * _BLOCK - size)).view(rows, blocks, _BLOCK)
+    within = padded.cumsum(-1, dtype=torch.float64)
+    ends = within[..., -1].cumsum(-1)
+    target = uniform_N[:, None] * ends[:, -1:]
+    block = torch.searchsorted(ends, target, right=True).clamp(max=blocks - 1)
+    before = torch.where(block > 0, ends.gather(-1, (block - 1).clamp(min=0)), 0.0)
+    inside = within.gather(1, block[..., None].expand(-1, 1, _BLOCK))[:, 0] + before
+    place = torch.searchsorted(inside, target, right=True).clamp(max=_BLOCK - 1)
+    return (block * _BLOCK + place).clamp(max=size - 1)[:, 0]
 
 
 def _filter(logp_NV: Tensor, sampling: Sampling) -> Tensor:

@@ -25,6 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from realvr.backbone.attention import Columns, Matrix, Pass, Probe
 from realvr.backbone.backbone import Backbone, VisualTokens
 from realvr.backbone.batch import Batch
+from realvr.backbone.packed_attention import Packed
+from realvr.backbone.split_attention import Split
 from realvr.errors import UserError
 from realvr.latent.state import State, join_columns
 from realvr.latent.steps import check_steps
@@ -53,7 +55,10 @@ def decoder_pass(
     deepstack: Sequence[Tensor] = (),
     probes: Sequence[Probe] = (),
     matrix: Matrix | None = None,
+    packed: Packed | None = None,
+    branches: int = 0,
     checkpointed: bool = False,
+    join: bool = False,
 ) -> tuple[State, Tensor]:
     """One pass of the decoder over new columns; returns the longer state and the hidden states (B, T, D) of these
     columns.
@@ -61,7 +66,10 @@ def decoder_pass(
     ``positions`` is (B, T), or (3, B, T) with images. ``real_BT`` marks padding (None: no padding in these columns);
     ``segment_BT`` isolates branches or packed examples, see :class:`realvr.backbone.attention.Columns`.
     ``window_position_BT`` matters to families with sliding windows only, where positions are not consecutive; by
-    default it is the position.
+    default it is the position. ``packed`` says where the examples of packed rows lie; they are then attended one by one
+    where that is the same as the mask (see :class:`realvr.backbone.attention.Pass`). ``branches`` says that the new
+    columns are as many runs of one size behind the state (1: they continue it), with padding at their ends only; trunk
+    and branches are then attended one by one, where that is the same as the mask.
     """
     if state is not None and state.columns.segment is not None and segment_BT is None:
         raise ValueError(
@@ -77,7 +85,11 @@ def decoder_pass(
     window_position = positions if backbone.windowed and window_position_BT is None else window_position_BT
     fresh = Columns(new, real_BT, segment_BT, block, window_position, image_visibility_BT)
     columns = join_columns(None if state is None else state.columns, fresh, rows, device)
-    carried = Pass(past=[] if state is None else state.kv, columns=columns, probes=tuple(probes), matrix=matrix)
+    past = [] if state is None else state.kv
+    split = None
+    if branches and state is not None and image_BT is None and state.one_trunk:
+        split = Split.build(state.length, state.columns.real, branches, new, real_BT)
+    carried = Pass(past, columns, tuple(probes), matrix, device, packed, join, split)
     with _layers_checkpointed(backbone, checkpointed):
         hidden = backbone.decode(embeds_BTD, positions, carried, image_BT, deepstack)
     if next_B is None:
@@ -92,6 +104,7 @@ def decoder_pass(
         last_BD=_last(hidden, real_BT, state),
         image_BT=no_image if state is None else torch.cat([state.image_BT, no_image], dim=1),
         span=None if state is None else state.span,
+        left_padded=real_BT is None and (state is None or state.left_padded),
     )
     return longer, hidden
 
@@ -135,6 +148,8 @@ def _layers_checkpointed(backbone: Backbone, wanted: bool) -> Iterator[None]:
     # graph, so that the keys and values kept from it would carry no gradient.
     before = [(m, m.gradient_checkpointing, m.training, vars(m).get("_gradient_checkpointing_func")) for m in switches]
     backbone.decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # That also hangs a hook on the embedding, one more with every call, which only the reentrant kind needs.
+    backbone.decoder.disable_input_require_grads()
     for layer in layers:
         layer.training = True  # the layer's own switch only: its submodules (dropout) keep their mode
     try:
@@ -152,6 +167,7 @@ def prefill(
     visual: VisualTokens | None = None,
     *,
     state: State | None = None,
+    image_visibility_BT: Tensor | None = None,
     probes: Sequence[Probe] = (),
     matrix: Matrix | None = None,
     checkpointed: bool = False,
@@ -160,6 +176,7 @@ def prefill(
 
     ``visual`` are the visual tokens of ``batch.images``; they are computed here when not given. With ``state``, the
     batch continues it (a later turn): build it with ``backbone.batch(prompts, start_B=state.next_B)``.
+    ``image_visibility_BT`` hides visual tokens from some of the text (`Columns`).
     """
     if (state is not None) != batch.continues:
         raise ValueError(
@@ -169,19 +186,21 @@ def prefill(
         )
     visual = backbone.encode_images(batch.images) if visual is None else visual
     has_images = bool(batch.images)
-    return decoder_pass(
+    after, hidden = decoder_pass(
         backbone,
         state,
         backbone.embed_batch(batch, visual),
         batch.positions,
         next_B=batch.next_B,
         real_BT=batch.real_BT if batch.padded else None,
+        image_visibility_BT=image_visibility_BT,
         image_BT=batch.image_BT if has_images else None,
         deepstack=visual.deepstack if has_images else (),
         probes=probes,
         matrix=matrix,
         checkpointed=checkpointed,
     )
+    return (after if state is not None else replace(after, left_padded=True)), hidden
 
 
 def extend(
@@ -218,11 +237,12 @@ def think(
     *,
     interventions: Interventions | None = None,
     checkpointed: bool = False,
+    markers_B2D: Tensor | None = None,
 ) -> tuple[State, Tensor]:
     """The latent span: markers and K free-running latents. Returns the state after ``<|lvr_end|>`` and z (B, K, D).
 
-    ``interventions`` replace z_t by a given vector, from which the recurrence goes on; z then holds what was fed. With
-    gradients enabled they flow through the whole recurrence and the prompt's keys and values.
+    ``interventions`` replace z_t by a given vector, from which the recurrence goes on; z then holds what was fed.
+    Gradients flow through the whole recurrence and the prompt's keys and values. ``markers_B2D``: `marker_embeds`.
     """
     count = backbone.latents if latents is None else latents
     if count < 0:
@@ -230,7 +250,10 @@ def think(
     put = _checked(interventions or {}, count, state.last_BD)
     if count == 0:
         return state, state.last_BD.new_zeros(state.rows, 0, state.last_BD.shape[-1])
-    state, _ = extend(backbone, state, _marker(backbone, state, backbone.markers.start), checkpointed=checkpointed)
+    # Attention keeps the joined keys and values of every step, unless it is recomputed.
+    passes: dict[str, Any] = {"checkpointed": checkpointed, "join": not checkpointed}
+    start, end = (marker_embeds(backbone, state) if markers_B2D is None else markers_B2D).split(1, dim=1)
+    state, _ = extend(backbone, state, embeds_BSD=start, **passes)
     first = state.length
     latents_z = []
     for step in range(1, count + 1):
@@ -238,10 +261,9 @@ def think(
         latents_z.append(z_BD)
         embeds = z_BD[:, None]
         if step == count:
-            end = backbone.embed(_marker(backbone, state, backbone.markers.end))
             embeds = torch.cat([embeds, end.to(embeds.dtype)], dim=1)
-        state, _ = extend(backbone, state, embeds_BSD=embeds, checkpointed=checkpointed)
-    return _with_span(state, first, count), torch.stack(latents_z, dim=1)
+        state, _ = extend(backbone, state, embeds_BSD=embeds, **passes)
+    return replace(state, span=(first, first + count)), torch.stack(latents_z, dim=1)
 
 
 def _checked(interventions: Interventions, latents: int, like_BD: Tensor) -> dict[int, Tensor]:
@@ -262,19 +284,18 @@ def splice(
     count = latents_BKD.shape[1]
     if count == 0:
         return state, latents_BKD
-    start, end = (backbone.embed(_marker(backbone, state, i)) for i in (backbone.markers.start, backbone.markers.end))
+    start, end = marker_embeds(backbone, state).split(1, dim=1)
     embeds = torch.cat([start, latents_BKD.to(start.dtype), end], dim=1)
     first = state.length + 1
     state, hidden = extend(backbone, state, embeds_BSD=embeds, checkpointed=checkpointed, **options)
-    return _with_span(state, first, count), hidden[:, :count]
+    return replace(state, span=(first, first + count)), hidden[:, :count]
 
 
-def _marker(backbone: Backbone, state: State, marker: int) -> Tensor:
-    return torch.full((state.rows, 1), marker, dtype=torch.long, device=state.next_B.device)
-
-
-def _with_span(state: State, first: int, count: int) -> State:
-    return replace(state, span=(first, first + count))
+def marker_embeds(backbone: Backbone, state: State) -> Tensor:
+    """Input embeddings (B, 2, D) of ``<|lvr_start|>`` and ``<|lvr_end|>``."""
+    start, end = backbone.markers.start, backbone.markers.end
+    ids_2 = start + (end - start) * torch.arange(2, device=state.next_B.device)  # nothing is sent from the host
+    return backbone.embed(ids_2.expand(state.rows, -1))
 
 
 # ---------------------------------------------------------------------- log-probabilities
@@ -290,7 +311,7 @@ def log_softmax_rows(
     logits = backbone.logits(hidden_ND)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     if forbidden is not None and forbidden.numel():
-        logits = logits.index_fill(-1, forbidden.to(logits.device), float("-inf"))
+        logits.index_fill_(-1, forbidden.to(logits.device), float("-inf"))  # the quotient is nobody else's
     return logits.log_softmax(-1)
 
 
@@ -302,8 +323,10 @@ def token_logprobs(
     temperature: float = 1.0,
     forbidden: Tensor | None = None,
     chunk: int | None = None,
+    entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability (N,) of each id under its row, and the entropy (N,, detached) of the row.
+    """Log-probability (N,) of each id under its row, and the entropy (N,, detached) of the row; 0 where ``entropy`` is
+    not asked for.
 
     Rows pass the LM head in chunks; with gradients each chunk is recomputed in backward, so that no more than
     ``chunk`` rows of vocabulary size are ever alive (by default 1,024, or as many as hold 2^24 logits).
@@ -312,9 +335,11 @@ def token_logprobs(
 
     def run(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         logp = log_softmax_rows(backbone, hidden, temperature, forbidden)
+        chosen = logp.gather(-1, ids[:, None])[:, 0]
+        if not entropy:
+            return chosen, torch.zeros_like(chosen, requires_grad=False)
         with torch.no_grad():
-            entropy = -(logp.exp() * logp.masked_fill(logp == float("-inf"), 0)).sum(-1)
-        return logp.gather(-1, ids[:, None])[:, 0], entropy
+            return chosen, -(logp.exp() * logp.masked_fill(logp == float("-inf"), 0)).sum(-1)
 
     graph = torch.is_grad_enabled() and (hidden_ND.requires_grad or backbone.model.lm_head.weight.requires_grad)
     step = partial(checkpoint, run, use_reentrant=False) if graph else run
@@ -322,7 +347,7 @@ def token_logprobs(
     if not parts:
         empty = hidden_ND.new_zeros(0, dtype=torch.promote_types(hidden_ND.dtype, torch.float32))
         return empty, empty
-    return torch.cat([logp for logp, _ in parts]), torch.cat([entropy for _, entropy in parts])
+    return torch.cat([logp for logp, _ in parts]), torch.cat([each for _, each in parts])
 
 
 def score(
@@ -333,13 +358,16 @@ def score(
     *,
     temperature: float = 1.0,
     forbidden: Tensor | None = None,
+    split: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor, State]:
     """Teacher-forced log-probabilities (B, G, S) of G continuations of each row, their entropies, and the state after
     them.
 
     The G continuations are branches of one trunk: they share its keys and values without copies and do not see each
-    other. Only real tokens pass the LM head; padding gets 0. Probe rows count the flattened (G * S) columns.
+    other. Only real tokens pass the LM head; padding gets 0. Probe rows count the flattened (G * S) columns. ``split``
+    attends to the trunk and inside each branch by itself, where that is the same: ``real_BGS`` is then False only
+    behind the last token of a branch.
     """
     if state.columns.segment is not None:
         raise ValueError("this state ends in branches already: score continuations of the state before them")
@@ -356,14 +384,17 @@ def score(
         positions,
         real_BT=None if real_BGS is None else real.flatten(1),
         segment_BT=segment if group > 1 else None,
+        branches=group if split else 0,
         **options,
     )
     hidden = hidden.view(batch, group, size, -1)
     first = state.last_BD[:, None, None].expand(-1, group, 1, -1)
     predicting = torch.cat([first, hidden[:, :, :-1]], dim=2)
-    logp_N, entropy_N = token_logprobs(
-        backbone, predicting[real], ids_BGS[real], temperature=temperature, forbidden=forbidden
-    )
+    predicting_ND, ids_N = predicting.flatten(0, 2), ids_BGS.flatten()
+    if real_BGS is not None:
+        place_N = real.flatten().nonzero()[:, 0]  # once: on a GPU the host waits for their number
+        predicting_ND, ids_N = predicting_ND.index_select(0, place_N), ids_N.index_select(0, place_N)
+    logp_N, entropy_N = token_logprobs(backbone, predicting_ND, ids_N, temperature=temperature, forbidden=forbidden)
     zeros = torch.zeros(real.shape, dtype=logp_N.dtype, device=device)
     logp = zeros.masked_scatter(real, logp_N)
     return logp, zeros.masked_scatter(real, entropy_N.to(zeros.dtype)), after

@@ -32,6 +32,8 @@ class State:
     """Columns that hold visual tokens."""
     span: tuple[int, int] | None = None
     """First and one-past-last column of the newest latent slots."""
+    left_padded: bool = False
+    """Padding, where a row has any, comes before its first real column and nowhere else."""
 
     @property
     def length(self) -> int:
@@ -50,6 +52,11 @@ class State:
             raise ValueError("this state has no latent span")
         return slice(*self.span)
 
+    @property
+    def one_trunk(self) -> bool:
+        """Whether all columns but leading padding are visible to whatever comes next."""
+        return self.columns.segment is None and (self.columns.real is None or self.left_padded)
+
     def fork(self) -> State:
         """A second state over the same past."""
         return replace(self)
@@ -60,7 +67,7 @@ class State:
 
     def select(self, index: Tensor) -> State:
         """The rows ``index`` (n,), in that order."""
-        return self._rows(lambda x: x[index])
+        return self._rows(lambda x: x[index.to(x.device)])
 
     def detach(self) -> State:
         """The same values outside the graph."""

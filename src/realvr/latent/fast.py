@@ -1,0 +1,375 @@
+"""Decoding and latent steps in static shapes, eagerly or as CUDA graphs: the same texts as the plain path.
+
+`FastDecode` belongs to one backbone and lives as long as a run: buffers and recorded steps are used again by the next
+rollout of similar shape. Where it does not apply, the plain path runs, and a notice says why, once for each reason.
+
+Departure from the plain schedule: ``z_K`` and ``<|lvr_end|>`` enter in two steps, so that one recorded step serves the
+whole span.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from realvr.backbone.backbone import Backbone
+from realvr.errors import UserError, out_of_memory
+from realvr.latent import graphs
+from realvr.latent.completions import Branch, Completion, finish, stop_test
+from realvr.latent.modes import COLUMNS, TOKENS, FastMode, is_static, round_up
+from realvr.latent.sampling import Sampling, draws, prompt_seeds
+from realvr.latent.span import span_tokens
+from realvr.latent.state import State
+from realvr.latent.static import Branches, Chunk, Trunk, choose_next, decode_step, latent_step
+
+COUNTS = ("recorded", "replayed", "eager", "plain", "dropped", "moved")
+"""What `FastDecode.counts` counts: steps recorded, replayed and run eagerly; spans and texts that went the plain way;
+shapes that were dropped; moves to smaller buffers."""
+
+
+def fast_decode(backbone: Backbone, mode: FastMode, *, sharded: bool = False) -> FastDecode | None:
+    """What ``rollout`` and ``decode`` take as ``fast``; None is the plain path. ``sharded``: as in `is_static`; so is a
+    model on several devices."""
+    if mode not in get_args(FastMode):
+        raise UserError(f"fast_decode is '{mode}': choose one of {', '.join(get_args(FastMode))}")
+    if not is_static(mode, backbone.device.type, sharded=sharded or len(backbone.devices) > 1):
+        return None
+    return FastDecode(backbone, recorded=mode != "static", or_plain=mode == "auto")
+
+
+class FastDecode:
+    """Latent steps and decoding of one backbone in static shapes.
+
+    ``recorded`` steps are CUDA graphs; where they cannot be recorded, steps run in the same buffers without a graph, or
+    with ``or_plain`` in the plain way. ``columns`` and ``tokens`` are what lengths of prompts and completions are
+    rounded up to. ``shapes`` bounds the buffers kept, and with them the recorded steps: the least recently used go
+    first. The host looks at the tokens of ``every`` steps (2 where steps are recorded, otherwise 1) while ``ahead``
+    more such lots run (1, otherwise 0), so that the device does not wait for it. What is run behind the end of the
+    last completion is for nothing: a few steps, more with more of either.
+
+    ``compact``: once half of the prompts have ended, the others move to buffers of half the rows, as long as there are
+    at least so many rows; 0 never moves them. A step at real size reads weights more than anything else, and a new
+    shape has to be recorded, so that few rows are not worth it.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        recorded: bool = False,
+        or_plain: bool = False,
+        columns: int = COLUMNS,
+        tokens: int = TOKENS,
+        shapes: int = 4,
+        every: int | None = None,
+        ahead: int | None = None,
+        compact: int = 16,
+        record: graphs.Record | None = None,
+    ) -> None:
+        self.backbone, self.recorded, self.or_plain = backbone, recorded, or_plain
+        self.columns, self.tokens, self.shapes, self.compact = columns, tokens, shapes, compact
+        self.every = every or (2 if recorded else 1)
+        self.ahead = (1 if recorded else 0) if ahead is None else ahead
+        self.counts: Counter[str] = Counter()
+        """See `COUNTS`."""
+        self._record = record
+        self._given = record is not None
+        self._trunks: dict[tuple[object, ...], Trunk] = {}
+        self._branches: dict[int, Branches] = {}
+        self._fingerprint: tuple[object, ...] = ()
+        self._forbidden = self._forbidden_host = torch.empty(0, dtype=torch.long)
+        self._said: set[str] = set()
+
+    # ------------------------------------------------------------------ does it apply?
+
+    def applies(self, state: State, *, new: int, group: int = 0, go_on: object = None, put: object = None) -> bool:
+        """Whether ``new`` columns behind ``state``, of ``group`` branches each or in the trunk itself, can be run
+        here. Otherwise a notice says why not."""
+        reason = self._why_not(state, new, group, go_on, put)
+        if reason is not None:
+            self.counts["plain"] += 1
+            self._say(reason, "this part is decoded in the plain way")
+        return reason is None
+
+    def _why_not(self, state: State, new: int, group: int, go_on: object, put: object) -> str | None:
+        devices = self.backbone.devices
+        if go_on is not None:
+            return "processes that share sharded parameters decode in step with each other"
+        if put:
+            return "latents are replaced by interventions"
+        if torch.is_grad_enabled():
+            return "gradients are asked for"
+        if len(devices) > 1:
+            return f"the model lies on {len(devices)} devices"
+        if state.columns.segment is not None:
+            return "the state ends in branches"
+        if self.recorded and not self._given and devices[0].type != "cuda":
+            return f"CUDA graphs need a CUDA device, and the model is on {devices[0].type}"
+        if self.or_plain:
+            length = state.length + round_up(new, self.tokens)
+            unable = (graphs.why_not_modules if self._given else graphs.why_not)(self.backbone, length)
+            if unable is not None or not self.recorded:
+                return unable or "steps could not be recorded"
+        return self._no_room(state, new, group)
+
+    def _no_room(self, state: State, new: int, group: int) -> str | None:
+        """Why the buffers of this shape cannot be made; where memory is short, those of other shapes make room."""
+        trunk = round_up(state.length + (0 if group else new), self.columns)
+        needed, free = self._bytes(state, trunk, new, group), _free_bytes(state.next_B.device)
+        if free is not None and needed > free:
+            key = self._key(state, state.rows, trunk)
+            for other in [each for each in self._trunks if each != key]:
+                self._drop(other)
+            free = _free_bytes(state.next_B.device)
+        if free is not None and needed > free:
+            return f"static buffers need {needed / 2**30:.1f} GiB, and {max(free, 0) / 2**30:.1f} GiB are free"
+        return None
+
+    def _bytes(self, state: State, trunk: int, new: int, group: int) -> int:
+        """What the buffers of this shape take, less those that are there already."""
+        column = sum(x[:, :, :1].numel() * x.element_size() for pieces in state.kv for x in pieces[0])
+        there = self._trunks.get(self._key(state, state.rows, trunk))
+        own = self._branches.get(id(there))
+        held = 0 if there is None else trunk
+        held += 0 if own is None else own.group * own.size
+        return column * max(trunk + group * round_up(new, self.tokens) - held, 0)
+
+    def _say(self, reason: str, instead: str) -> None:
+        kind = re.sub(r"\d+(\.\d+)?", "", reason)  # once, whatever its numbers
+        if kind not in self._said:
+            self._said.add(kind)
+            warnings.warn(f"fast decoding: {reason}; {instead}", stacklevel=4)
+
+    # ------------------------------------------------------------------ the span and the text
+
+    @torch.no_grad()
+    def think(self, state: State, latents: int) -> tuple[State, Tensor]:
+        """`realvr.latent.span.think` without interventions: the state after the span and z (B, K, D)."""
+        new = span_tokens(latents)
+        trunk = self._trunk(state, state.rows, round_up(state.length + new, self.columns))
+        trunk.load(state)
+        start, end = (
+            self.backbone.embed(torch.full_like(trunk.column, marker)).to(trunk.input_BD.dtype)
+            for marker in (self.backbone.markers.start, self.backbone.markers.end)
+        )
+        step = self._latent_step(trunk, state.length + new)
+        self._feed(trunk, start, step)
+        latents_z = []
+        for _ in range(latents):
+            latents_z.append(trunk.last_BD.clone())
+            self._feed(trunk, trunk.last_BD, step)
+        self._feed(trunk, end, step)
+        after = trunk.longer(state, new, self.backbone.windowed)
+        first = state.length + 1
+        return replace(after, span=(first, first + latents)), torch.stack(latents_z, dim=1)
+
+    @staticmethod
+    def _feed(trunk: Trunk, embeds_BD: Tensor, step: Callable[[], None]) -> None:
+        trunk.input_BD.copy_(embeds_BD.expand_as(trunk.input_BD))
+        step()
+
+    @torch.no_grad()
+    def decode(
+        self,
+        state: State,
+        group: int,
+        sampling: Sampling,
+        seed: int | Sequence[int] = 0,
+        limits: Sequence[int] | None = None,
+    ) -> list[list[Completion]]:
+        """`realvr.latent.group_rollout.decode` without ``go_on``."""
+        limits = [sampling.max_new] * state.rows if limits is None else limits
+        completions = [[Completion() for _ in range(group)] for _ in range(state.rows)]
+        rows = [[Branch(p, g, completions[p][g], limits[p]) for g in range(group)] for p in range(state.rows)]
+        steps = max(limits, default=0)
+        if steps > 0:
+            trunk = self._trunk(state, state.rows, round_up(state.length, self.columns))
+            trunk.load(state)
+            branches = self._own(trunk, group, round_up(steps, self.tokens))
+            branches.begin(draws(prompt_seeds(seed, state.rows), group, steps), limits)
+            self._generate(state, branches, rows, sampling)
+        for row in completions:
+            for completion in row:
+                completion.text = self.backbone.tokenizer.decode(completion.reply_ids, skip_special_tokens=False)
+        return completions
+
+    def _generate(self, state: State, branches: Branches, rows: list[list[Branch]], sampling: Sampling) -> None:
+        """Decode until every branch has ended. ``rows[p]`` are the unfinished ones of prompt p."""
+        forbidden = self._forbidden_ids()
+        stopped = stop_test(self.backbone, sampling.stop)
+        longest = state.length + branches.size
+        choose_next(self.backbone, branches, branches.trunk.last_BD, sampling, forbidden)
+        step = self._decode_step(branches, sampling, forbidden, longest)
+        place = {prompt: prompt for prompt in range(len(rows))}  # where prompts are in the buffers
+        flying, chosen = deque([(Chunk.send(branches, 0, 1), place)]), 1
+        while any(rows):
+            most = max(branch.limit for row in rows for branch in row)
+            while len(flying) <= self.ahead and chosen < most:
+                first, chosen = chosen, min(chosen + self.every, most)
+                for _ in range(first, chosen):
+                    step()
+                flying.append((Chunk.send(branches, first, chosen), place))
+            rows = self._told(rows, *flying.popleft(), stopped)
+            if (fewer := self._halved(rows, branches)) is not None:
+                branches, place = self._moved(state, branches, rows, place, fewer)
+                step = self._decode_step(branches, sampling, forbidden, longest)
+
+    def _told(
+        self, rows: list[list[Branch]], chunk: Chunk, place: dict[int, int], stopped: Callable[[list[int]], bool]
+    ) -> list[list[Branch]]:
+        """The branches that go on after the tokens of a chunk."""
+        ids, logp = chunk.read()
+        for column in range(chunk.ids_BGS.shape[-1]):
+            for branch in (branch for row in rows for branch in row):
+                row = place[branch.prompt]
+                branch.completion.ids.append(ids[row][branch.number][column])
+                branch.completion.logprobs.append(logp[row][branch.number][column])
+            rows = finish(self.backbone, rows, stopped)
+        return rows
+
+    def _halved(self, rows: list[list[Branch]], branches: Branches) -> int | None:
+        """Rows of smaller buffers that are worth moving to, and for which there is memory."""
+        held = branches.trunk.rows
+        live, fewer = sum(map(bool, rows)), held
+        while self.compact and fewer >= max(self.compact, 2) and live <= (fewer + 1) // 2:
+            fewer = (fewer + 1) // 2
+        if not live or fewer == held:
+            return None
+        free = _free_bytes(branches.step.device)
+        return fewer if free is None or (branches.bytes + branches.trunk.bytes) * fewer // held <= free else None
+
+    def _moved(
+        self, state: State, branches: Branches, rows: list[list[Branch]], place: dict[int, int], fewer: int
+    ) -> tuple[Branches, dict[int, int]]:
+        """Buffers of ``fewer`` rows with the prompts that go on, and where they are; a row without a prompt repeats the
+        first."""
+        live = [prompt for prompt, row in enumerate(rows) if row]
+        kept = [place[prompt] for prompt in live]
+        index = torch.tensor(kept + kept[:1] * (fewer - len(kept)), device=branches.step.device)
+        trunk = self._trunk(state, fewer, branches.trunk.columns)
+        own = self._own(trunk, branches.group, branches.size)
+        trunk.take(branches.trunk, index)
+        own.take(branches, index)
+        self.counts["moved"] += 1
+        return own, {prompt: row for row, prompt in enumerate(live)}
+
+    # ------------------------------------------------------------------ buffers and recorded steps
+
+    def release(self) -> None:
+        """Drop all buffers and recorded steps, to make room for training."""
+        self._trunks, self._branches, self._fingerprint = {}, {}, ()
+
+    @property
+    def held_bytes(self) -> int:
+        """Size of the static buffers; what recorded steps need between their kernels comes on top."""
+        return sum(t.bytes for t in self._trunks.values()) + sum(b.bytes for b in self._branches.values())
+
+    def _key(self, state: State, rows: int, columns: int) -> tuple[object, ...]:
+        key, value = state.kv[0][0]
+        return rows, columns, len(state.kv), key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device
+
+    def _trunk(self, state: State, rows: int, columns: int) -> Trunk:
+        key = self._key(state, rows, columns)
+        trunk = self._trunks.pop(key, None) or Trunk(state, rows, columns)
+        self._trunks[key] = trunk  # the newest last
+        while len(self._trunks) > self.shapes:
+            self._drop(next(iter(self._trunks)))
+        return trunk
+
+    def _drop(self, key: tuple[object, ...]) -> None:
+        """The buffers of a shape, and what was recorded with them."""
+        self._branches.pop(id(self._trunks.pop(key)), None)
+        self.counts["dropped"] += 1
+
+    def _own(self, trunk: Trunk, group: int, size: int) -> Branches:
+        """The branches of a trunk; it has those of one shape at a time."""
+        kept = self._branches.get(id(trunk))
+        if kept is None or (kept.group, kept.size) != (group, size):
+            kept = None
+            self._branches.pop(id(trunk), None)  # before there are others
+            self._branches[id(trunk)] = kept = Branches(trunk, group, size)
+        return kept
+
+    def _forbidden_ids(self) -> Tensor:
+        """On the device, in one place for as long as they are the same: recorded steps read them there."""
+        ids = self.backbone.forbidden_ids()
+        if self._forbidden.device != self.backbone.device or not torch.equal(ids, self._forbidden_host):
+            self._forbidden_host, self._forbidden = ids, ids.to(self.backbone.device)
+            for branches in self._branches.values():
+                branches.replays.clear()
+        return self._forbidden
+
+    def _latent_step(self, trunk: Trunk, longest: int) -> Callable[[], None]:
+        def eager() -> None:
+            latent_step(self.backbone, trunk)
+
+        recorded = self._records(longest)
+        if recorded and trunk.replay is None:
+            trunk.replay = self._recorded(eager, trunk.changed)
+        return self._counted(eager, trunk.replay if recorded else None)
+
+    def _decode_step(
+        self, branches: Branches, sampling: Sampling, forbidden: Tensor, longest: int
+    ) -> Callable[[], None]:
+        def eager() -> None:
+            decode_step(self.backbone, branches, sampling, forbidden)
+
+        kind = (sampling.temperature, sampling.top_p, sampling.top_k)
+        recorded = self._records(longest)
+        if recorded and branches.replays.get(kind) is None:
+            branches.replays[kind] = self._recorded(eager, branches.changed)
+        return self._counted(eager, branches.replays.get(kind) if recorded else None)
+
+    def _counted(self, eager: Callable[[], None], replay: Callable[[], None] | None) -> Callable[[], None]:
+        def step() -> None:
+            self.counts["eager" if replay is None else "replayed"] += 1
+            (replay or eager)()
+
+        return step
+
+    def _records(self, longest: int) -> bool:
+        """Whether steps are recorded. What was recorded with other weights or modules is dropped."""
+        if not self.recorded:
+            return False
+        if not self._given:
+            reason = graphs.why_not(self.backbone, longest)
+            if reason is not None:
+                self._say(reason, "steps run one kernel at a time")
+                return False
+        now = graphs.fingerprint(self.backbone)
+        if now != self._fingerprint:
+            self._fingerprint = now
+            for trunk in self._trunks.values():
+                trunk.replay = None
+            for branches in self._branches.values():
+                branches.replays.clear()
+        return True
+
+    def _recorded(self, step: Callable[[], None], changed: Sequence[Tensor]) -> Callable[[], None] | None:
+        try:
+            self._record = self._record or graphs.CudaGraphs()
+            with graphs.still_frequencies(self.backbone):
+                replay = graphs.record_step(self._record, step, changed)
+        except RuntimeError as error:  # a device or a kernel that cannot be recorded
+            self.recorded = out_of_memory(error)  # which may be another time
+            reason = str(error).strip().splitlines()
+            self._say(f"a step could not be recorded ({reason[0] if reason else error})", "steps run one at a time")
+            return None
+        self.counts["recorded"] += 1
+        return replay
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Memory of a CUDA device that can still be allocated, with a tenth of it left alone; None elsewhere."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(0.9 * (free + unused))

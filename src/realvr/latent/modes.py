@@ -1,0 +1,24 @@
+"""How steps of decoding are run. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+FastMode = Literal["off", "static", "graph", "auto"]
+"""``off``: tensors grow with every token. ``static``: fixed shapes. ``graph``: the same, as CUDA graphs. ``auto``:
+``graph`` on a CUDA device where steps can be recorded, otherwise ``off``."""
+COLUMNS, TOKENS = 256, 64
+"""What lengths of prompts and completions are rounded up to in fixed shapes."""
+
+
+def is_static(mode: FastMode, device: str, *, sharded: bool = False, lockstep: bool = False) -> bool:
+    """Whether steps on a device of this type have fixed shapes. ``sharded``: modules gather weights in hooks, which
+    cannot be recorded. ``lockstep``: processes decode in step with each other."""
+    if mode == "auto":
+        return device == "cuda" and not sharded
+    return mode != "off" and not lockstep
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-value // multiple) * multiple

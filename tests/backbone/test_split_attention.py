@@ -1,0 +1,279 @@
+"""Attention to a trunk and inside its branches, merged, against one softmax under the mask that it replaces."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from realvr.backbone import split_attention
+from realvr.backbone.attention import Columns
+from realvr.backbone.split_attention import Split, attend_split, weights_on
+
+ROWS, HEADS, KV_HEADS, WIDTH, SCALE = 3, 4, 2, 8, 0.4
+PADDING = (5, 0, 2)
+CASES = {
+    "branches": Split(11, 4, 5),
+    "one branch": Split(11, 1, 6),
+    "one column each": Split(11, 4, 1),
+    "padded trunk": Split(11, 4, 5, torch.arange(11) >= torch.tensor(PADDING)[:, None]),
+}
+EVERY = pytest.mark.parametrize("case", CASES)
+
+
+def inputs(split: Split, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Query, key and value of the trunk, key and value of the branches. Layers make them with heads behind columns."""
+    generator, new = torch.Generator().manual_seed(0), split.branches * split.size
+    sizes = ((new, HEADS), (split.trunk, KV_HEADS), (split.trunk, KV_HEADS), (new, KV_HEADS), (new, KV_HEADS))
+    made = [torch.randn(ROWS, *size, WIDTH, generator=generator, dtype=torch.float64) for size in sizes]
+    return [(x * 1.5).to(dtype).transpose(1, 2).requires_grad_() for x in made]
+
+
+def split_way(split: Split, given: list[Tensor]) -> Tensor:
+    query, trunk_key, trunk_value, key, value = given
+    return attend_split(query, (trunk_key, trunk_value), (key, value), split, SCALE)[0]
+
+
+def weights(split: Split, given: list[Tensor]) -> Tensor:
+    """(B, H, G * S, T + G * S) under the mask of `Columns`."""
+    branch = torch.arange(split.branches).repeat_interleave(split.size)
+    segment = torch.cat([torch.full((split.trunk,), -1), branch]).expand(ROWS, -1)
+    real = None
+    if split.real is not None:
+        real = torch.cat([split.real, torch.ones(ROWS, len(branch), dtype=torch.bool)], dim=1)
+    mask = Columns(split.trunk + len(branch), real, segment).visible(len(branch), None, torch.device("cpu"))
+    assert mask is not None
+    key = torch.cat([given[1], given[3]], dim=2).repeat_interleave(HEADS // KV_HEADS, dim=1)
+    return (given[0] @ key.mT * SCALE).masked_fill(~mask, float("-inf")).softmax(-1)
+
+
+def masked_way(split: Split, given: list[Tensor]) -> Tensor:
+    value = torch.cat([given[2], given[4]], dim=2).repeat_interleave(HEADS // KV_HEADS, dim=1)
+    return (weights(split, given) @ value).transpose(1, 2)
+
+
+def weighted(out: Tensor) -> Tensor:
+    return (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)).sum()
+
+
+def gaps(split: Split) -> list[float]:
+    """Largest differences of the output and of the gradient by each input."""
+    given = inputs(split)
+    found, right = split_way(split, given), masked_way(split, given)
+    assert found.shape == right.shape and found.is_contiguous()
+    mine, theirs = (torch.autograd.grad(weighted(out), given) for out in (found, right))
+    assert min(float(grad.abs().max()) for grad in theirs) > 1e-3 or split.size == 1
+    return [float((a - b).detach().abs().max()) for a, b in zip((found, *mine), (right, *theirs), strict=True)]
+
+
+@EVERY
+def test_equals_the_mask(case: str) -> None:
+    assert max(gaps(CASES[case])) <= 1e-12
+
+
+@pytest.mark.parametrize("case", ["branches", "padded trunk"])
+def test_gradients_by_finite_differences(case: str) -> None:
+    split = replace(CASES[case], branches=2, size=2)
+    assert torch.autograd.gradcheck(lambda *given: split_way(split, list(given)), inputs(split))
+
+
+@pytest.mark.parametrize("wrong", ["forward", "backward"])
+def test_a_wrong_log_sum_exp_is_seen(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison notices a part that is merged, or differentiated, with a sum other than the merged one."""
+    name = "_scaled_dot_product_flash_attention_for_cpu" + ("_backward" if wrong == "backward" else "")
+    stock = getattr(torch.ops.aten, name)
+
+    def forward(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        out, lse = stock(*args, **options)
+        return out, lse + 0.1 * args[4]  # of the causal part
+
+    def backward(*args: Any, **options: Any) -> tuple[Tensor, ...]:
+        return stock(*args[:5], args[5] + 0.1, *args[6:], **options)
+
+    aten = torch.ops.aten
+    names = [f"_scaled_dot_product_flash_attention_for_cpu{end}" for end in ("", "_backward")]
+    changed = {name: getattr(aten, name) for name in names} | {name: forward if wrong == "forward" else backward}
+    monkeypatch.setattr(split_attention, "aten", SimpleNamespace(**changed))
+    found = gaps(CASES["branches"])
+    assert max(found[1:]) > 1e-3 and (found[0] > 1e-3) == (wrong == "forward")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@EVERY
+def test_rounds_as_the_mask_does(case: str, dtype: torch.dtype) -> None:
+    """In narrow numbers: as near to float64 as the masked way, up to a factor."""
+    split = CASES[case]
+    exact = [x.detach().double().requires_grad_() for x in inputs(split, dtype)]
+    right = masked_way(split, exact)
+    expected = (right, *torch.autograd.grad(weighted(right), exact))
+    errors = []
+    for way in (split_way, masked_way):
+        given = inputs(split, dtype)
+        out = way(split, given)
+        assert out.dtype == dtype
+        found = (out, *torch.autograd.grad(weighted(out.double()), given))
+        errors.append(
+            [
+                float((a - b).detach().norm() / b.detach().norm().clamp(min=1e-3))
+                for a, b in zip(found, expected, strict=True)
+            ]
+        )
+    assert all(mine <= 3 * max(masked, torch.finfo(dtype).eps) for mine, masked in zip(*errors, strict=True))
+
+
+def test_padding_behind_a_branch_reaches_nothing() -> None:
+    """However large the padded columns of a branch are, real ones do not change, and no gradient is lost in NaN."""
+    split = CASES["padded trunk"]
+    real = (torch.arange(split.size) < torch.tensor([5, 2, 1, 0])[:, None]).flatten()  # of each branch
+    found = []
+    for filling in (0.0, 50.0):
+        given = [x.detach().clone() for x in inputs(split)]
+        for x in (given[0], given[3], given[4]):
+            x[:, :, ~real] = filling
+        given = [x.requires_grad_() for x in given]
+        out = split_way(split, given)[:, real]
+        grads = torch.autograd.grad(weighted(out), given)
+        assert all(bool(grad.isfinite().all()) for grad in grads)
+        assert all(float(grads[i][:, :, ~real].abs().max()) == 0 for i in (0, 3, 4))
+        assert split.real is not None and float(grads[1].transpose(1, 2)[~split.real].abs().max()) == 0
+        found.append((out, *(grad for grad in grads)))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@EVERY
+def test_weights_on_some_columns(case: str) -> None:
+    split, columns = CASES[case], slice(1, 7)
+    given = inputs(split)
+    _, lse = attend_split(given[0], (given[1], given[2]), (given[3], given[4]), split, SCALE)
+    found = weights_on(given[0], given[1], lse, columns, split, SCALE)
+    torch.testing.assert_close(found, weights(split, given)[..., columns], rtol=0, atol=1e-12)
+    assert not found.requires_grad and not lse.requires_grad
+
+
+# ---------------------------------------------------------------------- what a GPU would be asked for
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of (…, H, T, d)."""
+    group = query.shape[-3] // key.shape[-3]
+    scores = query @ key.repeat_interleave(group, dim=-3).mT * scale
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf"))
+    return scores.softmax(-1) @ value.repeat_interleave(group, dim=-3), scores.logsumexp(-1)
+
+
+def share(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, ...]:
+    """Gradients of a part by the formulas of flash attention, for any output and log-sum-exp."""
+    group = query.shape[-3] // key.shape[-3]
+    keys, values = (x.repeat_interleave(group, dim=-3) for x in (key, value))
+    p = (query @ keys.mT * scale - lse[..., None]).exp()
+    p = p.tril() if causal else p
+    ds = p * (grad @ values.mT - (grad * out).sum(-1, keepdim=True)) * scale
+    found = (ds @ keys, ds.mT @ query, p.mT @ grad)
+    return found[0], *(x.unflatten(-3, (-1, group)).sum(-3) for x in found[1:])
+
+
+class Gpu:
+    """The flash operators of a GPU as torch declares them, in float64. Dense ones take (B, H, T, d), the others (total,
+    H, d) with boundaries; these write nothing to the gradients of keys that no query has read."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def _scaled_dot_product_flash_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
+        return_debug_mask: bool = False, *, scale: float | None = None,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        assert scale is not None and not dropout_p and not return_debug_mask
+        self.called.append("dense")
+        out, lse = attention(query, key, value, scale, is_causal)
+        # Undefined boundaries are None in Python; memory has heads behind columns.
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+        return out, lse, None, None, query.shape[2], key.shape[2], "state", "unused", torch.empty(0)
+
+    def _scaled_dot_product_flash_attention_backward(
+        self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+        cum_seq_q: None, cum_seq_k: None, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
+        philox_seed: str, philox_offset: str, *, scale: float | None = None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        assert scale is not None and logsumexp.is_contiguous() and cum_seq_q is None and cum_seq_k is None
+        assert (max_q, max_k, philox_seed, philox_offset) == (query.shape[2], key.shape[2], "state", "unused")
+        return share(grad_out, query, key, value, out, logsumexp, scale, is_causal)
+
+    @staticmethod
+    def _sequences(ends_q: Tensor, ends_k: Tensor, max_q: int, max_k: int) -> list[tuple[slice, slice]]:
+        assert ends_q.dtype == ends_k.dtype == torch.int32
+        assert int(ends_q.diff().max()) <= max_q and int(ends_k.diff().max()) <= max_k
+        both = [[slice(a, b) for a, b in ends.unfold(0, 2, 1).tolist()] for ends in (ends_q, ends_k)]
+        return [(q, k) for q, k in zip(*both, strict=True) if q.start < q.stop]
+
+    def _flash_attention_forward(
+        self, query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor, cum_seq_k: Tensor, max_q: int, max_k: int,
+        dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float | None = None,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        assert scale is not None and not dropout_p and not is_causal and not return_debug_mask
+        self.called.append("sequences")
+        out, lse = torch.full_like(query, torch.nan), torch.full(query.shape[:2], torch.nan, dtype=query.dtype).mT
+        for q, k in self._sequences(cum_seq_q, cum_seq_k, max_q, max_k):
+            part = attention(query[q].transpose(0, 1), key[k].transpose(0, 1), value[k].transpose(0, 1), scale, False)
+            out[q], lse[:, q] = part[0].transpose(0, 1), part[1]
+        return out, lse.contiguous(), "state", "unused", torch.empty(0)
+
+    def _flash_attention_backward(
+        self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+        cum_seq_q: Tensor, cum_seq_k: Tensor, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
+        rng_state: str, unused: str, *, scale: float | None = None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        assert scale is not None and not is_causal and (rng_state, unused) == ("state", "unused")
+        assert logsumexp.is_contiguous() and logsumexp.shape == query.shape[1::-1]
+        found = [torch.full_like(x, torch.nan) for x in (query, key, value)]
+        for q, k in self._sequences(cum_seq_q, cum_seq_k, max_q, max_k):
+            rows = [x[at].transpose(0, 1) for x, at in ((grad_out, q), (query, q), (key, k), (value, k), (out, q))]
+            part = share(*rows, logsumexp[:, q], scale, False)  # type: ignore[call-arg, arg-type]
+            for all_of, at, grad in zip(found, (q, k, k), part, strict=True):
+                all_of[at] = grad.transpose(0, 1)
+        return tuple(found)
+
+
+@EVERY
+def test_operators_of_a_gpu(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gets what it is declared with: grouped heads, boundaries of a padded trunk, what it wants back."""
+    gpu = Gpu()
+    monkeypatch.setattr(split_attention, "aten", gpu)
+    monkeypatch.setattr(split_attention, "has_flash", lambda query: True)
+    assert max(gaps(CASES[case])) <= 1e-12
+    assert gpu.called == [("dense" if CASES[case].real is None else "sequences"), "dense"]
+
+
+@EVERY
+def test_the_installed_torch_declares_them_so(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real operators take these arguments and return these shapes; whether they run is for a GPU to show."""
+    monkeypatch.setattr(split_attention, "has_flash", lambda query: True)
+    split = CASES[case].to(torch.device("meta"))
+    given = [x.detach().to("meta", torch.bfloat16).requires_grad_() for x in inputs(split)]
+    out = split_way(split, given)
+    assert out.shape == (ROWS, split.branches * split.size, HEADS, WIDTH)
+    for grad, x in zip(torch.autograd.grad(out.sum(), given), given, strict=True):
+        assert grad.shape == x.shape and grad.dtype == x.dtype
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def test_branches_of_several_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="7 columns are not 2 branches of one size"):
+        Split.build(3, None, 2, 7, None)
+
+
+def test_padding_inside_a_branch_is_refused() -> None:
+    real = torch.tensor([[True, True, False, True, False, False]])
+    assert Split.build(3, None, 2, 6, real).size == 3
+    with pytest.raises(RuntimeError, match="padding before a real column"):
+        Split.build(3, None, 3, 6, real.roll(1, 1))

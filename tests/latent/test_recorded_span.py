@@ -1,0 +1,284 @@
+"""The recorded span with gradient against the plain one, in float64: latents, losses and every gradient.
+
+Both graphs are tried with a stand-in for CUDA graphs (`op_tape`), which repeats operations on the same tensors.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import op_tape
+import reference
+from helpers import DEVICE, ask
+from pair import exact_pair, gradients, relative
+from realvr.backbone import Backbone, Batch, Turn
+from realvr.latent import prefill, score, splice
+from realvr.latent.recorded_span import RecordedSpan
+from realvr.latent.recurrence import regenerate
+from realvr.training import gradients as deferring
+from realvr.training.adapters import Adapters
+from realvr.training.sections import LoraSettings
+
+CLOSE = 1e-10
+Loaded = Callable[[str], Backbone]
+
+
+@pytest.fixture(autouse=True)
+def _wide_softmax() -> Iterator[None]:
+    with reference.wide_softmax():
+        yield
+
+
+@pytest.fixture
+def load(build_tiny: Callable[[str], Path], tmp_path: Path) -> Loaded:
+    """A backbone of a family in float64, for one test alone."""
+
+    def get(family: str) -> Backbone:
+        marked = Backbone.load(build_tiny(family), dtype=torch.float32, device="cpu").save(tmp_path / family)
+        found = exact_pair(marked).ours
+        if family == "qwen3-vl-moe":  # in float64 stock experts run one by one
+            found.text_config._experts_implementation = "batched_mm"
+        generator = torch.Generator().manual_seed(4)
+        with torch.no_grad():  # norms and biases of a random model are all equal
+            for parameter in found.decoder.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(torch.rand(parameter.shape, generator=generator).to(parameter) * 0.3)
+        found.freeze_vision()
+        return found
+
+    return get
+
+
+def recorder(backbone: Backbone, **options: Any) -> RecordedSpan:
+    return RecordedSpan(backbone, columns=16, record=op_tape.record, **options)
+
+
+def batch_of(backbone: Backbone, first: int = 0) -> Batch:
+    """Two prompts of unequal length; ``first`` changes the pictures and not the shape."""
+    texts = ("What color is the small circle?", "Which of the two shapes is larger, and why?")
+    return backbone.batch([backbone.prompt(ask(first + 6 * i, text=text)) for i, text in enumerate(texts)])
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE)
+
+
+def value(
+    backbone: Backbone,
+    batch: Batch,
+    latents: int,
+    recorded: RecordedSpan | None,
+    *,
+    whole: bool = True,
+    memory: Any = "cached",
+    **options: Any,
+) -> Tensor:
+    """A scalar of the prompt, of all latents and, with ``whole``, of an answer behind them."""
+    prompt, hidden = prefill(backbone, batch, checkpointed=memory != "cached")
+    after, z_BKD = regenerate(backbone, prompt, latents, memory=memory, recorded=recorded, whole=whole, **options)
+    found = (z_BKD * noise(*z_BKD.shape)).sum() + (hidden[:, -1] * noise(*hidden[:, -1].shape, seed=1)).sum()
+    assert (
+        after.span == (prompt.length + 1, prompt.length + 1 + latents) and after.length == prompt.length + latents + 2
+    )
+    if whole:
+        ids = torch.randint(5, 200, (len(batch), 1, 4), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+        logp, _, _ = score(backbone, after, ids)
+        found = found + (logp * noise(*logp.shape, seed=3)).sum()
+    return found
+
+
+def check(backbone: Backbone, batch: Batch, latents: int, recorded: RecordedSpan, **options: Any) -> None:
+    plain = value(backbone, batch, latents, None, **options)
+    right = gradients(backbone.model, plain)
+    ours = value(backbone, batch, latents, recorded, **options)
+    assert float((ours - plain).detach().abs() / plain.detach().abs()) <= CLOSE
+    assert relative(gradients(backbone.model, ours), right) <= CLOSE
+    used = [name for name, gradient in right.items() if float(gradient.norm()) > 0]
+    assert any("layers.0." in name for name in used)
+
+
+def defer(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> deferring.Deferral:
+    monkeypatch.setattr(deferring, "LEAST", 0)
+    monkeypatch.setattr(deferring, "FEW_ROWS", 8)
+    deferral = deferring.defer_gradients(backbone.model)
+    assert deferral is not None
+    return deferral
+
+
+def adapt(backbone: Backbone) -> None:
+    Adapters(backbone, LoraSettings(rank=4, alpha=8))
+    generator = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for name, parameter in backbone.model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+
+
+# ---------------------------------------------------------------------- the same numbers
+
+
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "gemma3", "qwen3-vl-moe"])
+@pytest.mark.parametrize("trained", ["autograd", "deferred", "lora"])
+def test_latents_losses_and_gradients(load: Loaded, family: str, trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded rows; one latent and four; other inputs of the same shape; weights updated in place."""
+    backbone = load(family)
+    if trained == "deferred":
+        defer(backbone, monkeypatch)
+    elif trained == "lora":
+        adapt(backbone)
+    recorded = recorder(backbone)
+    for latents in (1, 4):
+        check(backbone, batch_of(backbone), latents, recorded)
+        check(backbone, batch_of(backbone, 12), latents, recorded)
+    assert recorded.counts == {"recorded": 2, "replayed": 4}
+    with torch.no_grad():
+        for parameter in backbone.decoder.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(1.05)
+    check(backbone, batch_of(backbone), 4, recorded)
+    check(backbone, batch_of(backbone), 4, recorded, memory="checkpointed-prefill")
+    assert recorded.counts == {"recorded": 2, "replayed": 6}
+    check(backbone, batch_of(backbone), 4, recorded, whole=False)
+    check(backbone, batch_of(backbone, 12), 4, recorded, whole=False)
+    assert recorded.counts == {"recorded": 3, "replayed": 8}
+    for each in recorded._recordings.values():  # the graphs that were recorded are gone
+        assert bool(each.pairs) == (trained == "deferred")
+        kept = [*each.values, *(x for pair in each.pairs for x in pair), *filter(torch.is_tensor, each.grads_out)]
+        assert not any(x.requires_grad for x in kept)
+
+
+@pytest.mark.parametrize("straight", [False, True], ids=["returned", "into .grad"])
+def test_backward_adds_to_what_is_there(load: Loaded, straight: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two microbatches through ``loss.backward()``."""
+    backbone, found = load("qwen2.5-vl"), []
+    parameters = [p for p in backbone.model.parameters() if p.requires_grad]
+    deferral = None
+    for recorded in (None, recorder(backbone)):
+        for batch in (batch_of(backbone), batch_of(backbone, 12)):
+            with deferral.into_grad() if deferral is not None and straight else nullcontext():
+                value(backbone, batch, 3, recorded).backward()
+        found.append({str(i): p.grad for i, p in enumerate(parameters) if p.grad is not None})
+        backbone.model.zero_grad(set_to_none=True)
+        deferral = deferral or defer(backbone, monkeypatch)
+    assert relative(found[1], found[0]) <= CLOSE
+
+
+def test_a_trunk_in_pieces_without_padding(load: Loaded) -> None:
+    """A second span behind the first, whose keys and values come in pieces."""
+    backbone = load("gemma3")
+    recorded, found = recorder(backbone), []
+    batch = backbone.batch([backbone.prompt(ask(0))])
+    z_BKD = noise(1, 2, backbone.width, seed=5)
+    for each in (None, recorded):
+        prompt, _ = prefill(backbone, batch)
+        state, _ = splice(backbone, prompt, z_BKD)
+        assert len(state.kv[0]) == 2
+        after, again = regenerate(backbone, state, 3, recorded=each)
+        assert after.left_padded == state.left_padded
+        found.append((again, gradients(backbone.model, (again * noise(*again.shape)).sum())))
+    assert float((found[0][0] - found[1][0]).detach().abs().max()) <= CLOSE
+    assert relative(found[1][1], found[0][1]) <= CLOSE
+    assert recorded.counts == {"recorded": 1, "replayed": 1}
+
+
+def test_fused_layers(load: Loaded) -> None:
+    backbone = load("qwen2.5-vl")
+    backbone.fused_layers = True
+    recorded = recorder(backbone)
+    check(backbone, batch_of(backbone), 3, recorded)
+    assert recorded.counts["replayed"] == 1
+
+
+# ---------------------------------------------------------------------- one at a time
+
+
+def test_a_second_span_before_the_backward_pass_goes_the_plain_way(load: Loaded) -> None:
+    backbone = load("qwen2.5-vl")
+    recorded, right = recorder(backbone), []
+    for first in (0, 12):
+        right.append(gradients(backbone.model, value(backbone, batch_of(backbone, first), 3, None)))
+    one = value(backbone, batch_of(backbone), 3, recorded)
+    with pytest.warns(UserWarning, match="another span waits"):
+        other = value(backbone, batch_of(backbone, 12), 3, recorded)
+    assert recorded.counts == {"recorded": 1, "replayed": 1, "plain": 1}
+    assert relative(gradients(backbone.model, other), right[1]) <= CLOSE
+    parameters = [p for p in backbone.model.parameters() if p.requires_grad]
+    torch.autograd.grad(one, parameters, allow_unused=True, retain_graph=True)
+    assert relative(gradients(backbone.model, one), right[0]) <= CLOSE  # again, with nothing in between
+    late = value(backbone, batch_of(backbone), 3, recorded)
+    torch.autograd.grad(late, parameters, allow_unused=True, retain_graph=True)
+    value(backbone, batch_of(backbone), 3, recorded)
+    with pytest.raises(RuntimeError, match="followed by another"):
+        torch.autograd.grad(late, parameters, allow_unused=True)
+
+
+def test_a_span_that_is_dropped_makes_room(load: Loaded) -> None:
+    """Without a backward pass, and without the help of Python's collector."""
+    backbone = load("qwen2.5-vl")
+    recorded = recorder(backbone)
+    scalar = value(backbone, batch_of(backbone), 2, recorded)
+    watched = recorded._owner
+    assert watched is not None and watched() is not None
+    del scalar
+    assert watched() is None
+    check(backbone, batch_of(backbone), 2, recorded)
+    assert recorded.counts == {"recorded": 1, "replayed": 2}
+
+
+# ---------------------------------------------------------------------- where it does not apply
+
+
+def test_what_was_recorded_with_other_modules_is_dropped(load: Loaded) -> None:
+    backbone = load("qwen2.5-vl")
+    recorded = recorder(backbone, shapes=1)
+    check(backbone, batch_of(backbone), 2, recorded)
+    norm = backbone.decoder.norm
+    norm.weight.data = norm.weight.data * 1.5
+    check(backbone, batch_of(backbone), 2, recorded)
+    norm.weight.requires_grad_(False)
+    check(backbone, batch_of(backbone), 2, recorded)
+    check(backbone, batch_of(backbone), 1, recorded)
+    check(backbone, batch_of(backbone), 2, recorded)
+    assert recorded.counts == {"recorded": 5, "replayed": 5}
+
+
+def test_the_plain_way_with_a_notice(load: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = load("qwen2.5-vl")
+    batch = batch_of(backbone)
+    right = value(backbone, batch, 2, None)
+
+    def plain(recorded: RecordedSpan, match: str, **options: Any) -> None:
+        with pytest.warns(UserWarning, match=match):
+            found = value(backbone, batch, 2, recorded, **options)
+        assert "interventions" in options or float((found - right).detach().abs()) <= 1e-9
+        assert recorded.counts == {"plain": 1}
+        with warnings.catch_warnings():  # once
+            warnings.simplefilter("error")
+            value(backbone, batch, 2, recorded, **options)
+
+    if DEVICE == "cpu":
+        plain(RecordedSpan(backbone), "need a CUDA device")
+    plain(recorder(backbone), "recomputed", memory="checkpointed")
+    plain(recorder(backbone), "interventions", interventions={1: noise(backbone.width)})
+    for register in ("register_forward_hook", "register_full_backward_hook"):
+        handle = getattr(backbone.decoder.layers[0].mlp, register)(lambda *_: None)
+        plain(recorder(backbone), "hook")
+        handle.remove()
+
+    def broken(step: Any, reset: Any) -> Any:
+        raise RuntimeError("no such thing here")
+
+    plain(RecordedSpan(backbone, record=broken), "no such thing here")
+    with torch.no_grad():
+        prompt, _ = prefill(backbone, backbone.batch([backbone.prompt([Turn("user", "No")])]))
+        recorded = recorder(backbone)
+        regenerate(backbone, prompt, 2, recorded=recorded)
+    assert not recorded.counts

@@ -1,0 +1,42 @@
+"""Bytes of tensors that are alive while code runs on the CPU, by watching every operation: what a GPU's allocator would
+report, but for what kernels need inside."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveMemory(TorchDispatchMode):
+    """``now`` and ``peak`` bytes of storages that came into being inside, those of ``given`` modules not counted."""
+
+    def __init__(self, *given: nn.Module) -> None:
+        super().__init__()
+        tensors = [tensor for module in given for tensor in (*module.parameters(), *module.buffers())]
+        self.known = {tensor.untyped_storage()._cdata for tensor in tensors}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._see(leaf.untyped_storage())
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.known or not size:
+            return
+        self.known.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
