@@ -21,7 +21,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "model": {"path": "m"},
         "data": {"sources": [{"path": "d"}]},
         "run": {"out": str(tmp_path / "run")},
-        "optim": {"steps": 3, "batch": 8},
+        "optim": {"steps": 3, "batch": 8, "microbatch": 4},
         "log": {"tensorboard": False, "console": False},
     }
     path.write_text(yaml.safe_dump(settings))

@@ -6,13 +6,12 @@ import dataclasses
 import json
 import shlex
 import shutil
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from forked import Forked
 from realvr.cli import main
 from realvr.data.sample import Box
 from stage_runs import command, config_file, configure, environment, lines, run, start, world, write
@@ -219,18 +218,15 @@ def test_two_ranks_agree_on_what_is_missing(trained: Path, tmp_path: Path) -> No
 # ---------------------------------------------------------------------- edited data
 
 
+@pytest.mark.slow
 def test_edited_data_is_noticed_on_resume(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = write(world(6), tmp_path / "data")
     out = tmp_path / "run"
     raw = configure("sft", trained, data, out, optim={"steps": 10_000}, checkpoint={"every": 1, "keep": 1})
     config = str(config_file(raw, tmp_path / "config.yaml"))
-    process = subprocess.Popen(command("sft", Path(config)), env=environment(), stderr=subprocess.DEVNULL)
-    end = time.monotonic() + 120
-    while not list((out / "checkpoints").glob("step-*")):
-        assert process.poll() is None and time.monotonic() < end, "the run did not get going"
-        time.sleep(0.01)
+    process = Forked.of(command("sft", Path(config)), environment=environment())
+    process.until(lambda: bool(list((out / "checkpoints").glob("step-*"))))
     process.kill()
-    process.wait()
     done = max(int(path.name.split("-")[1]) for path in (out / "checkpoints").glob("step-*"))
     more = ["train", "sft", config, "--optim.steps", str(done + 1)]
     text = data.read_text()

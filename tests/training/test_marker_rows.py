@@ -152,6 +152,7 @@ def test_the_export_has_the_trained_rows_and_no_other(start: tuple[Path, bool], 
     assert difference(ours[real], plain[real]) < 1e-4 < difference(plain[real][:, rows], start_logits[real][:, rows])
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_to_the_same_rows(start: tuple[Path, bool], data: Path, tmp_path: Path) -> None:
     model, _ = start
 

@@ -7,16 +7,14 @@ import hashlib
 import json
 import re
 import signal
-import subprocess
-import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from forked import Forked
 from realvr.cli import main
 from realvr.errors import UserError
 from realvr.registry import Registry
@@ -49,18 +47,16 @@ pytestmark = pytest.mark.usefixtures("_registry")
 # ---------------------------------------------------------------------- training
 
 
-def kill_after(process: subprocess.Popen[str], out: Path, steps: int) -> None:
+def kill_after(process: Forked, out: Path, steps: int) -> None:
     """SIGKILL once so many steps are recorded."""
-    end = time.monotonic() + 120
-    while not ((out / "metrics.jsonl").exists() and len((out / "metrics.jsonl").read_text().splitlines()) >= steps):
-        assert process.poll() is None and time.monotonic() < end, "the run did not get going"
-        time.sleep(0.01)
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    file = out / "metrics.jsonl"
+    process.until(lambda: file.exists() and len(file.read_text().splitlines()) >= steps)
+    process.signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(("kind", "method", "flags"), [("rl", TOY, ["--pull", "0.3"]), ("sft", PLAIN, [])])
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_numbers(
     kind: str, method: str, flags: list[str], trained: Path, tmp_path: Path
 ) -> None:
@@ -76,9 +72,7 @@ def test_a_killed_run_resumes_to_the_same_numbers(
         configs.append(config_file(raw, tmp_path / f"{out.name}.yaml"))
     flags = ["--method", method, *flags]
     assert main(["train", kind, str(configs[0]), *flags]) == 0
-    arguments = command(kind, configs[1], *flags)
-    process = subprocess.Popen(arguments, env=environment(), stderr=subprocess.PIPE, text=True)
-    kill_after(process, outs[1], 4)
+    kill_after(Forked.of(command(kind, configs[1], *flags), environment=environment()), outs[1], 4)
     assert [path.name for path in (outs[1] / "checkpoints").glob("step-*")] == ["step-000003"]
     assert main(["train", kind, str(configs[1]), *flags]) == 0
     found = lines(outs[1])
@@ -101,6 +95,7 @@ def check_records(out: Path, method: str) -> None:
     assert yaml.safe_load((out / "settings.yaml").read_text())["method"]["type"] == method
 
 
+@pytest.mark.slow
 def test_as_a_plugin_by_its_name_and_into_the_report(trained: Path, tmp_path: Path) -> None:
     """Processes of their own: the report's knows nothing of the method but what the run recorded."""
     data = write(world(4), tmp_path / "data")
@@ -108,15 +103,12 @@ def test_as_a_plugin_by_its_name_and_into_the_report(trained: Path, tmp_path: Pa
     config = config_file(raw, tmp_path / "config.yaml")
     plugin = ["--plugin", str(TOYS / "toy_method.py")]
     flags = ["--method.decay", "0.9", "--optim.batch", "2"]
-    code = "import sys; from realvr.cli import main; sys.exit(main(sys.argv[1:]))"
     for arguments in (
         ["train", "rl", str(config), *plugin, *flags],
         ["report", str(tmp_path / "run"), "--out", str(tmp_path / "report")],
     ):
-        done = subprocess.run(
-            [sys.executable, "-c", code, *arguments], env=environment(), capture_output=True, text=True, timeout=200
-        )
-        assert done.returncode == 0, done.stderr
+        done = Forked(arguments, environment=environment())
+        assert done.wait() == 0, done.said
     settings = yaml.safe_load((tmp_path / "run" / "settings.yaml").read_text())["method"]
     assert settings["type"] == "toy" and settings["decay"] == 0.9
     page = (tmp_path / "report" / "index.html").read_text()

@@ -74,7 +74,7 @@ def test_a_run_with_workers_resumes_where_the_loop_was_not_where_they_were(
     assert len(whole) == 4 and found.data.workers == 2 and engine.world == 1
 
 
-@pytest.mark.parametrize("kind", ["sft", "base"])
+@pytest.mark.parametrize("kind", ["sft", pytest.param("base", marks=pytest.mark.slow)])
 def test_keeping_encoded_examples_changes_no_number(kind: str, model: Path, data: Path, tmp_path: Path) -> None:
     optim = {"steps": 5, "batch": 6, "microbatch": 3}  # 30 draws of 12 examples
     found = [
@@ -159,7 +159,7 @@ def test_a_run_ends_its_workers(model: Path, data: Path, tmp_path: Path) -> None
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.parametrize("kind", ["base", "sft", "rl"])
+@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("base", "sft")), "rl"])
 def test_encoding_at_the_start_changes_no_number(kind: str, model: Path, data: Path, tmp_path: Path) -> None:
     optim = {"steps": 3, "batch": 6, "microbatch": 3}
     start = tmp_path / "start"
@@ -216,6 +216,7 @@ def test_stacked_images_come_back_equal(model: Path, data: Path, tmp_path: Path)
     assert all(torch.equal(a.pixels, b.pixels) for a, b in zip(before, first.rows.images, strict=True))
 
 
+@pytest.mark.slow
 def test_the_norm_of_visual_tokens_is_held_at_one(model: Path, data: Path, tmp_path: Path) -> None:
     """Against a computation from the features themselves; and it falls when it is trained on."""
     raw = settings(model, data, tmp_path, feature_norm_weight=1.0, next_token_weight=0, caption_weight=0)
@@ -258,6 +259,7 @@ def test_stages_that_encode_themselves_refuse_workers_alone(kind: str, model: Pa
         make(kind, configure(kind, model, data, tmp_path, data={"workers": 1}))
 
 
+@pytest.mark.slow
 def test_kept_features_are_those_of_the_tower_and_survive_a_resume(model: Path, data: Path, tmp_path: Path) -> None:
     optim = {"steps": 4, "batch": 6, "microbatch": 3}
     start = tmp_path / "start"

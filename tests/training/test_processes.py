@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from forked import Forked
 from task_processes import command, environment, lines, two_ranks
 
 
-def start(
-    arguments: list[str], limit: Callable[[], None] | None = None, code: int = 0
-) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=300, env=environment(), preexec_fn=limit)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
+def start(arguments: list[str], code: int = 0, **limits: int) -> str:
+    """Run to the end; standard error."""
+    done = Forked.of(arguments, environment=environment(), **limits)
+    assert done.wait() == code, done.out.read_text() + done.said
+    return done.said
 
 
 def losses(out: Path) -> list[float]:
@@ -45,6 +43,7 @@ def facts(out: Path) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------- two ranks
 
 
+@pytest.mark.slow
 def test_two_ranks_are_one_process(tmp_path: Path) -> None:
     log = {"parts_every": 4}
     start(command(out=str(tmp_path / "one"), bad={"5": "loss"}, settings={"log": log}))
@@ -84,10 +83,10 @@ def test_two_ranks_killed_while_writing_resume(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "step", "left"),
     [
-        ("forward", 6, 4),
+        pytest.param("forward", 6, 4, marks=pytest.mark.slow),
         pytest.param("prepare", 8, 8, marks=pytest.mark.slow),
         pytest.param("prepare", 2, 0, marks=pytest.mark.slow),
-        ("save", 8, 4),
+        pytest.param("save", 8, 4, marks=pytest.mark.slow),
         pytest.param("save", 4, 0, marks=pytest.mark.slow),
     ],
     ids=["in a step", "between steps", "before any checkpoint", "while writing", "while writing the first"],
@@ -109,17 +108,16 @@ def test_killed_runs_reach_the_same_losses(where: str, step: int, left: int, who
 # ---------------------------------------------------------------------- Ctrl-C
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_saves_and_continues(number: signal.Signals, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     options: dict[str, Any] = {"out": str(out), "noise": True}
-    process = subprocess.Popen(
-        command(**options, slow=0.3), stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True
-    )
-    wait_for(lambda: (out / "metrics.jsonl").exists() and len(lines(out)) >= 2, process)
-    process.send_signal(number)
-    _, text = process.communicate(timeout=60)
-    assert process.returncode == 130, text
+    process = Forked.of(command(**options, slow=0.3), environment=environment())
+    process.until(lambda: (out / "metrics.jsonl").exists() and len(lines(out)) >= 2)
+    process.signal(number)
+    code, text = process.wait(60), process.said
+    assert code == 130, text
     assert "stopping after this step" in text and "Traceback" not in text
     done = lines(out)[-1]["step"]
     assert done < 12 and f"stopped after step {done}" in " ".join(text.split())
@@ -128,26 +126,15 @@ def test_an_interrupted_run_saves_and_continues(number: signal.Signals, whole: P
     assert losses(out) == losses(whole)
 
 
-def wait_for(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + 60
-    while not ready():
-        assert process.poll() is None and time.monotonic() < end, "the run did not get going"
-        time.sleep(0.02)
-
-
 # ---------------------------------------------------------------------- a full disk
 
 
+@pytest.mark.slow
 def test_a_write_that_fails_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     out = tmp_path / "run"
     options: dict[str, Any] = {"out": str(out), "width": 2000, "settings": {"optim": {"schedule": "constant"}}}
     start(command(**options, steps=4))
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
-
-    done = start(command(**options, steps=8), limit, code=2)
-    assert_one_line(done.stderr, out)
+    assert_one_line(start(command(**options, steps=8), code=2, file_bytes=60_000), out)
     start(command(**options, steps=8))
     start(command(**{**options, "out": str(tmp_path / "whole")}, steps=8))
     assert losses(out) == losses(tmp_path / "whole")
@@ -174,8 +161,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(small_disk: Path) -> None:
     options: dict[str, Any] = {"out": str(out), "width": 2000, "settings": {"optim": {"schedule": "constant"}}}
     start(command(**options, steps=4))
     (small_disk / "filler").write_bytes(b"0" * 300_000)
-    done = start(command(**options, steps=8), code=2)
-    assert_one_line(done.stderr, out)
+    assert_one_line(start(command(**options, steps=8), code=2), out)
     assert not list((out / "checkpoints").glob(".*"))
     (small_disk / "filler").unlink()
     start(command(**options, steps=8))

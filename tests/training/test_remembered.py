@@ -110,7 +110,8 @@ def test_the_same_picture_has_as_many_visual_tokens_in_training_as_after_it(
     assert f"was trained with K = {LATENTS}; K = 0 was chosen explicitly" in notes
 
 
-@pytest.mark.parametrize("verb", ["counterfactual", "exchange"])
+@pytest.mark.parametrize("verb", ["counterfactual", pytest.param("exchange", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_pairs_are_asked_as_in_training_unless_told_otherwise(
     verb: str, stage_one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,11 +20,15 @@ import torch
 from torch import Tensor
 
 import naive_stage2 as naive
+import op_tape
 import reference
 from helpers import DEVICE, ask, patch_grids
+from host_syncs import HostSyncs
 from pair import Pair, gradients, relative
 from realvr.backbone import Prompt
+from realvr.backbone.attention import Columns
 from realvr.latent import prefill, score, splice, think
+from realvr.latent.recorded_span import RecordedSpan
 from realvr.maths import grpo
 from realvr.training.method import Step
 from realvr.training.methods.realvr import ReaLVR, ReaLVRConfig
@@ -419,6 +423,72 @@ def test_memory_modes_agree(exact: Pair, data: Data, variant: str) -> None:
     for loss, found in results[1:]:
         assert loss == pytest.approx(results[0][0], rel=1e-12)
         assert relative(found, results[0][1]) <= 1e-12
+
+
+@pytest.mark.parametrize("memory", ["cached", "checkpointed-prefill", "checkpointed"])
+@pytest.mark.parametrize("variant", ["realvr", "kl", "undetached", "off-policy"])
+def test_split_attention_equals_the_naive_reference(
+    exact: Pair, data: Data, variant: str, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts and completions of unequal length, a padded trunk. Only a readout with gradient, the last column of a
+    trajectory and short windows need a mask."""
+    masks: list[tuple[Columns, int, int | None]] = []
+    visible = Columns.visible
+
+    def seen(columns: Columns, queries: int, window: int | None, device: torch.device) -> Tensor | None:
+        masks.append((columns, queries, window))
+        return visible(columns, queries, window, device)
+
+    monkeypatch.setattr(Columns, "visible", seen)
+    check(exact, data, VARIANTS[variant].model_copy(update={"memory": memory, "split_attention": True}))
+    branches = [window for columns, _, window in masks if columns.segment is not None]
+    if variant == "undetached":
+        assert None in branches
+    else:
+        assert all(window is not None for window in branches) and bool(branches) == exact.ours.windowed
+    spans = [window for columns, queries, window in masks if queries == K + 2 and columns.segment is None]
+    assert all(window is not None for window in spans) and bool(spans) == exact.ours.windowed
+
+
+def test_split_attention_scores_as_the_start_of_the_run(exact: Pair, data: Data) -> None:
+    """Log-probabilities without a graph, behind one prompt without padding and behind both."""
+    for part in (data, data.part(0)):
+        micro, found = our_batch(exact, part, configured()), []
+        for split in (False, True):
+            with torch.no_grad():
+                state, _ = prefill(exact.ours, micro.batch)
+                state, _ = splice(exact.ours, state, micro.latents_BKD, branches=int(split))
+                found.append(score(exact.ours, state, micro.ids_BGS, micro.real_BGS, split=split)[0])
+        assert float((found[0] - found[1]).abs().max()) <= 1e-12
+
+
+@ONE_FAMILY
+@pytest.mark.parametrize("memory", ["cached", "checkpointed-prefill"])
+@pytest.mark.parametrize("variant", ["realvr", "undetached"])
+def test_a_recorded_span_equals_the_naive_reference(exact: Pair, data: Data, variant: str, memory: str) -> None:
+    """Recorded with one step and repeated with the same prompts in another order."""
+    options = VARIANTS[variant].model_copy(update={"memory": memory, "recorded_span": True})
+    method = ReaLVR(exact.ours, options)
+    assert method.recorded is not None and ReaLVR(exact.ours, VARIANTS[variant]).recorded is None
+    method.recorded = RecordedSpan(exact.ours, record=op_tape.record)
+    for part in (data, data.part(1, 0)):
+        loss, _ = Step(method)(our_batch(exact, part, options))
+        wanted = gradients(exact.stock, right(exact, part, options).loss)
+        assert relative(gradients(exact.ours.model, loss), wanted) <= TOLERANCE
+    assert method.recorded.counts == {"recorded": 1, "replayed": 2}
+
+
+@pytest.mark.parametrize("family", ["qwen2.5-vl"], indirect=True)
+def test_split_attention_makes_the_host_wait_no_longer(exact: Pair, data: Data) -> None:
+    """Padded trunks included: where their padding ends is only known on the device."""
+    waits = []
+    for split in (False, True):
+        options = configured(split_attention=split)
+        batch = our_batch(exact, data, options)
+        with HostSyncs() as syncs:
+            Step(ReaLVR(exact.ours, options))(batch)
+        waits.append(syncs.found)
+    assert waits[0] == waits[1]
 
 
 @pytest.mark.parametrize("variant", ["realvr", "off-policy"])

@@ -49,12 +49,12 @@ def test_paper_configs_hold_the_tables(path: Path) -> None:
     name, kind = path.stem.rsplit("-", 1)
     backbone = next(preset for key, preset in BACKBONES.items() if key.lower() == name)
     settings = load_settings(kind, path)
-    head = path.read_text().split("\nmodel:")[0]
+    head = path.read_text().split("\nengine:")[0]
     assert "configured, not run" in head and all(line.startswith("#") for line in head.splitlines() if line)
     optim, variable = settings.optim, backbone.family.startswith("qwen")
     assert optim.batch == (1600 if "235b" in name else 512) and optim.microbatch == 1
     assert (optim.schedule, optim.warmup, optim.weight_decay) == ("cosine", 0.03, 0.1)
-    assert settings.model.dtype == "bfloat16"
+    assert settings.model.dtype == "bfloat16" and settings.engine == "zero3-paper"
     if isinstance(settings, SftSettings):
         assert settings.model.path == backbone.hub_id
         assert optim.lr == 1e-5 and settings.model.latents == 8 and isinstance(settings.method, LvrSftConfig)
@@ -84,7 +84,7 @@ def test_defaults_are_those_of_the_paper_configs(kind: str, config: Path) -> Non
     """A file that says nothing about an hyperparameter trains like the paper's."""
     ours = load_settings(kind, config).model_dump()
     paper = load_settings(kind, f"paper/qwen2.5-vl-7b-{kind}").model_dump()
-    for section in ("model", "data", "run", "checkpoint"):
+    for section in ("model", "data", "run", "checkpoint", "engine"):
         ours.pop(section), paper.pop(section)
     assert configuration.differences(ours, paper) == {}
 

@@ -16,8 +16,10 @@ from torch import Tensor
 
 import reference
 from helpers import DEVICE, ask
+from host_syncs import HostSyncs
 from pair import Pair, gradients, relative
 from realvr.backbone import Backbone, Probe, Prompt
+from realvr.backbone.attention import Columns
 from realvr.training import loop
 from realvr.training.base_rows import BaseBatch
 from realvr.training.method import Step
@@ -208,6 +210,56 @@ def test_microbatches_add_up(exact: Pair, examples: list[SftExample], right: Any
 def test_checkpointing_changes_nothing(exact: Pair, examples: list[SftExample], right: Any, layout: str) -> None:
     loss, _ = sft_step(exact.ours, WEIGHT, checkpointed=True)(packed(exact, examples, ROWS[layout]))
     assert relative(gradients(exact.ours.model, loss), right[1]) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("layout", "checkpointed"), [("one row", True), ("two rows", False), ("another order", True)])
+def test_variable_length_equals_stock(
+    exact: Pair,
+    examples: list[SftExample],
+    right: Any,
+    layout: str,
+    checkpointed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Attention inside each example: the loss and every gradient of single stock forwards, and no mask, except where
+    images attend both ways."""
+    masks: list[Any] = []
+    visible = Columns.visible
+    monkeypatch.setattr(Columns, "visible", lambda *args: masks.append(args) or visible(*args))
+    micro = packed(exact, examples, ROWS[layout], variable_length=True)
+    loss, _ = sft_step(exact.ours, WEIGHT, checkpointed=checkpointed)(micro)
+    assert float(loss.detach()) == pytest.approx(right[0], rel=TOLERANCE)
+    assert relative(gradients(exact.ours.model, loss), right[1]) <= TOLERANCE
+    assert bool(masks) == exact.ours.two_way_images
+
+
+def _text(number: int, length: int) -> SftExample:
+    ids = torch.randint(5, 200, (length,), generator=torch.Generator().manual_seed(number))
+    return SftExample(Prompt(ids, ()), length // 2, torch.empty(0, dtype=torch.long), f"text {number}")
+
+
+@ONE_FAMILY
+def test_variable_length_respects_sliding_windows(exact: Pair, examples: list[SftExample]) -> None:
+    """Text alone has no two-way images: layers whose window is shorter than an example keep the mask, others do not."""
+    lengths = (60, 12, 30, 20)
+    texts = [_text(number, length) for number, length in enumerate(lengths)]
+    losses = [
+        sft_step(exact.ours, 0.0)(packed(exact, texts, ROWS["two rows"], variable_length=on))[0] for on in (True, False)
+    ]
+    assert exact.ours.text_config.sliding_window < max(map(len, texts)), "the case has no layer with a short window"
+    found, expected = (gradients(exact.ours.model, loss) for loss in losses)
+    assert relative(found, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["qwen2.5-vl"], indirect=True)
+def test_variable_length_keeps_what_is_hidden_hidden(exact: Pair, examples: list[SftExample]) -> None:
+    losses = [
+        sft_step(exact.ours, WEIGHT)(
+            packed(exact, examples, ROWS["two rows"], hidden_ratio=hidden, variable_length=on)
+        )[0]
+        for on, hidden in ((True, 1.0), (False, 1.0), (False, 0.0))
+    ]
+    assert float(losses[0].detach()) == float(losses[1].detach()) != float(losses[2].detach())
 
 
 # ---------------------------------------------------------------------- what is learned where
@@ -463,3 +515,21 @@ def test_hiding_changes_the_loss(exact: Pair, examples: list[SftExample]) -> Non
             for ratio in (0.0, 1.0)
         ]
     assert losses[0] != pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("family", ["qwen2.5-vl"], indirect=True)
+@pytest.mark.parametrize("variable_length", [False, True])
+def test_the_host_does_not_wait_for_the_device(
+    exact: Pair, examples: list[SftExample], variable_length: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the images and the end of the backward pass nothing reads a number from the device."""
+    method = LvrSft(exact.ours, LvrSftConfig(gradient_checkpointing=False))
+    micro = packed(exact, examples, ROWS["two rows"], variable_length=variable_length)
+    visual = method.encode_images(micro.images)
+    monkeypatch.setattr(method, "encode_images", lambda images: visual)
+    with HostSyncs() as syncs:
+        loss, _ = Step(method)(micro)
+        loss.backward()
+    exact.ours.model.zero_grad(set_to_none=True)
+    # The one number is the check of the slots, which is left out on a GPU.
+    assert dict(syncs.found) == {"_local_scalar_dense": 1} and syncs.operations > 100

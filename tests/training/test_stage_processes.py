@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from forked import Forked
 from realvr.cli import main
 from realvr.training import loop
 from realvr.training.method import build
@@ -33,6 +32,7 @@ from stage_runs import (
 DOUBLE = {"dtype": "float64"}
 
 
+@pytest.mark.slow
 def test_two_ranks_of_stage_two_are_one_process(trained: Path, tmp_path: Path) -> None:
     data = write(world(8), tmp_path / "data")
     optim = {"steps": 3, "batch": 4, "microbatch": 1}
@@ -63,7 +63,7 @@ def test_two_ranks_of_stage_two_are_one_process(trained: Path, tmp_path: Path) -
 class Rank:
     """One rank of two, in this process: what the other one says is known beforehand."""
 
-    world, device = 2, torch.device("cpu")
+    world, device, shards, lockstep = 2, torch.device("cpu"), False, False
 
     def __init__(self, rank: int, said: list[list[Any]]) -> None:
         self.rank, self.said, self.calls = rank, said, 0
@@ -83,6 +83,7 @@ class Rank:
         ("base", {"position_jitter": 3, "feature_norm_weight": 0.3}),
     ],
 )
+@pytest.mark.slow
 def test_two_ranks_add_up_to_the_loss_of_all_their_rows(
     kind: str, changes: dict[str, Any], trained: Path, tmp_path: Path
 ) -> None:
@@ -128,7 +129,8 @@ def test_two_ranks_add_up_to_the_loss_of_all_their_rows(
     [
         # Three negatives from the batch, three from the bank.
         pytest.param("rl", {"max_new": 12, "negatives": 6}, marks=pytest.mark.slow),
-        ("rl", {"max_new": 12, "negatives": 6, "updates_per_rollout": 2}),  # the checkpoint falls between two updates
+        # The checkpoint falls between two updates.
+        pytest.param("rl", {"max_new": 12, "negatives": 6, "updates_per_rollout": 2}, marks=pytest.mark.slow),
         ("sft", {"pack_tokens": 256, "position_jitter": 3, "hide_image_ratio": 0.5}),
     ],
     ids=["rl", "rl two updates", "sft"],
@@ -141,14 +143,10 @@ def test_killed_runs_resume_to_the_same_numbers(
     whole = run(kind, configure(kind, trained, data, tmp_path / "whole", **changes))
     out = tmp_path / "run"
     config = config_file(configure(kind, trained, data, out, **changes), tmp_path / "config.yaml")
-    process = subprocess.Popen(command(kind, config), env=environment(), stderr=subprocess.PIPE, text=True)
-    end = time.monotonic() + 120
-    while not ((out / "metrics.jsonl").exists() and len(lines_so_far(out)) >= 4):
-        assert process.poll() is None and time.monotonic() < end, "the run did not get going"
-        time.sleep(0.01)
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    process = Forked.of(command(kind, config), environment=environment())
+    process.until(lambda: (out / "metrics.jsonl").exists() and len(lines_so_far(out)) >= 4)
+    process.signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
     assert [path.name for path in (out / "checkpoints").glob("step-*")] == ["step-000003"]
     assert main(["train", kind, str(config), "--resume", "auto"]) == 0
     assert column(lines(out), "step") == list(range(1, 7))

@@ -66,6 +66,7 @@ def held_out_margin(model: Path, data: Path, out: Path) -> float:
     return float(total / count)
 
 
+@pytest.mark.slow
 def test_the_evidence_loss_alone_raises_the_margin_on_new_prompts(trained: Path, tmp_path: Path) -> None:
     seen = write(world(48), tmp_path / "seen")
     unseen = write(world(16, split="validation", seed=5), tmp_path / "unseen")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import signal
-import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from forked import Forked
 from helpers import load_stock, stock_inputs
 from realvr.backbone import Backbone
 from realvr.backbone.samples import answer_tokens, conversation
@@ -95,7 +94,9 @@ def without_validation(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------- the run is left alone
 
 
-@pytest.mark.parametrize("kind", ["sft", "rl", "base", "lora"])
+@pytest.mark.parametrize(
+    "kind", ["sft", "rl", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("base", "lora"))]
+)
 def test_a_validated_run_is_the_same_run(kind: str, data: Path, held: Path, tmp_path: Path) -> None:
     """Metrics and weights bit for bit: generators, dropout and gradients are as they were."""
     changes: dict[str, Any] = {}
@@ -230,6 +231,7 @@ def test_pairs_stay_together(tmp_path: Path) -> None:
     assert all(sum(s.pair == other.pair for other in found.samples) == 2 for s in found.samples)
 
 
+@pytest.mark.slow
 def test_ranks_in_lockstep_answer_everything(data: Path, held: Path, tmp_path: Path) -> None:
     """Where parameters are sharded every rank must pass through the model equally often."""
     found = []
@@ -244,6 +246,7 @@ def test_ranks_in_lockstep_answer_everything(data: Path, held: Path, tmp_path: P
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_curves_of_validations_are_in_the_report(data: Path, held: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     run("sft", small("sft", data, out, held, checkpoint={"keep_best": "validation/accuracy"}))
@@ -258,14 +261,10 @@ def test_curves_of_validations_are_in_the_report(data: Path, held: Path, tmp_pat
 
 def killed(arguments: list[str], ready: Callable[[], bool]) -> None:
     """Start a run and kill it at a moment."""
-    process = subprocess.Popen(arguments, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    end = time.monotonic() + 120
-    while not ready():
-        assert process.poll() is None and time.monotonic() < end, process.communicate()
-        time.sleep(0.002)
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    process = Forked.of(arguments, environment=environment())
+    process.until(ready)
+    process.signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
 
 
 KILLED: dict[str, Any] = {
@@ -282,7 +281,8 @@ def whole(data: Path, held: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return out
 
 
-@pytest.mark.parametrize("moment", ["during", pytest.param("between", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["during", "between"])
 def test_a_killed_run_ends_as_if_it_had_not_been(
     moment: str, whole: Path, data: Path, held: Path, tmp_path: Path
 ) -> None:
@@ -335,6 +335,7 @@ def same_weights(first: Path, second: Path) -> bool:
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_the_best_model_survives_a_run_that_gets_worse(data: Path, held: Path, tmp_path: Path) -> None:
     """best/ stays that of the first validation, and so does its checkpoint, although one is kept."""
     ruinous = {"optim": RUINOUS | {"steps": 4}, "validation": {"every": 1}}
@@ -348,6 +349,7 @@ def test_the_best_model_survives_a_run_that_gets_worse(data: Path, held: Path, t
     assert "validation/loss" in (out / "best" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_best_value_is_remembered_over_a_resume(data: Path, held: Path, tmp_path: Path) -> None:
     """The second half is worse than the first: a run that forgot would call its first validation the best."""
     out = tmp_path / "run"

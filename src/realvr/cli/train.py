@@ -7,11 +7,13 @@ import textwrap
 from collections.abc import Sequence
 
 from realvr.errors import UserError
+from realvr.runs.launching import check_count
 from realvr.training import packaged
 from realvr.training.configuration import load_settings, show_help
 
 _EXAMPLES = """\
-usage: realvr train {kind} CONFIG [--dry-run] [--take-over] [--resume auto|never|PATH] [--SETTING VALUE ...]
+usage: realvr train {kind} CONFIG [--processes N] [--engine NAME|FILE] [--dry-run]
+                                [--export] [--take-over] [--resume auto|never|PATH] [--SETTING VALUE ...]
 
 {summary}
 
@@ -20,16 +22,25 @@ listed below. Names for this training (files in {folder}):
 {named}
 --dry-run builds one batch, prints its shapes and a memory estimate, and trains nothing.
 --resume is short for --checkpoint.resume.
+--export writes the model of the newest checkpoint, or of --resume PATH, as a plain folder in run.out: a start for
+another engine, or for a new run (--model.path). It trains nothing.
 --take-over takes run.out from a run on another machine that is gone for certain.
 --method NAME chooses the method, --method FILE.py:Class one of yours (docs/training.md); --help --method NAME lists its
 settings. They may be written without their section: --eta is --method.eta.
-Several processes: torchrun --standalone --nproc-per-node 2 -m realvr train {kind} CONFIG
+--processes N trains on N GPUs of this machine, or in N processes where there is none: Ctrl-C stops all of them, with a
+checkpoint. --engine says how they share the work (docs/engines.md). On several machines start with torchrun instead:
+  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m realvr train {kind} CONFIG
 
 Examples:
   realvr train {kind} my.yaml --dry-run
   realvr train {kind} my.yaml --optim.lr 1e-5 --run.out runs/second
+  realvr train {kind} my.yaml --processes 8 --engine fsdp2
   realvr train {kind} my.yaml --validation.path held-out.jsonl --checkpoint.keep-best validation/accuracy
 """
+
+
+SWITCHES = ("--dry-run", "--take-over", "--export")
+"""Flags that are no settings."""
 
 
 def sft(args: Sequence[str]) -> int:
@@ -59,12 +70,32 @@ def _train(kind: str, args: Sequence[str], summary: str) -> int:
         return 0
     if not rest or rest[0].startswith("-"):
         raise UserError(f"give a settings file or its name first: realvr train {kind} CONFIG (--help lists the names)")
-    config, dry, take_over = rest[0], "--dry-run" in rest, "--take-over" in rest
-    flags = [_resume(flag) for flag in rest[1:] if flag not in ("--dry-run", "--take-over")]
+    count, rest = processes(rest)
+    config, dry, take_over, export = rest[0], *(flag in rest for flag in SWITCHES)
+    flags = [_resume(flag) for flag in rest[1:] if flag not in SWITCHES]
+    check_count(count)
     settings = load_settings(kind, config, flags)
+    if count > 1:
+        from realvr.training.launch import launch_training
+
+        return launch_training(kind, rest, count, settings)
     from realvr.training.run import train
 
-    return train(settings, dry=dry, take_over=take_over)
+    return train(settings, dry=dry, take_over=take_over, export=export)
+
+
+def processes(args: Sequence[str]) -> tuple[int, list[str]]:
+    """The number after ``--processes``, 1 without it; and the other arguments, which every process gets."""
+    kept, rest, number = [], iter(args), "1"
+    for arg in rest:
+        flag, equals, value = arg.partition("=")
+        if flag == "--processes":
+            number = value if equals else next(rest, "")
+        else:
+            kept.append(arg)
+    if not number.lstrip("-").isdigit():
+        raise UserError(f"--processes needs a number of processes, not '{number}'")
+    return int(number), kept
 
 
 def _resume(flag: str) -> str:

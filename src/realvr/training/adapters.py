@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from realvr.backbone.backbone import Backbone
 from realvr.errors import UserError, require
+from realvr.families import Stock
 from realvr.training.marker_rows import fold_marker_rows, train_marker_rows
 from realvr.training.sections import LoraSettings
 
@@ -29,6 +30,8 @@ class Adapters:
         require(["peft"], "train", "lora.rank")
         from peft import LoraConfig, get_peft_model
 
+        from realvr.training.thin_lora import thin
+
         suffixes = tuple(settings.targets)
         names = [
             name
@@ -40,7 +43,7 @@ class Adapters:
         alpha: Any = settings.alpha  # peft declares an int and takes any number
         config = LoraConfig(r=self.rank, lora_alpha=alpha, lora_dropout=settings.dropout, target_modules=names)
         # peft replaces the layers in place: the backbone keeps its model object and its call paths.
-        self.peft = get_peft_model(backbone.model, config)
+        self.peft = get_peft_model(backbone.model, thin(config))
         if markers:
             train_marker_rows(backbone)
 
@@ -63,17 +66,39 @@ class Adapters:
                 module.train()
 
     def export(self, backbone: Backbone, directory: Path) -> None:
-        """Write a plain HF directory, adapters merged into a copy in main memory so that training can go on."""
-        if self.peft is None:
-            backbone.save(directory)
-            return
-        memo: dict[int, Any] = {id(p): nn.Parameter(_copied(p), requires_grad=False) for p in self.peft.parameters()}
-        memo |= {id(buffer): _copied(buffer) for buffer in self.peft.buffers()}
-        merged = copy.deepcopy(self.peft, memo).merge_and_unload()
-        fold_marker_rows(merged)
-        plain = copy.copy(backbone)
-        plain.model = merged
-        plain.save(directory)
+        """Write a plain HF directory. Adapters are merged into copies in main memory, so that training can go on."""
+        backbone.save(directory, None if self.peft is None else merged_state(backbone.model))
+
+
+def merged_state(model: Stock) -> dict[str, Tensor]:
+    """The weights of the model without adapters that computes the same, under its names. One layer is merged at a time,
+    by peft, in a copy: an engine may have wrapped the modules around it, and those cannot be copied."""
+    state: dict[str, Tensor] = {}
+    merged: dict[str, dict[str, Tensor]] = {}
+    modules = dict(model.named_modules())
+    for name, tensor in model.state_dict().items():
+        owner, _, inner = name.partition(_BASE)
+        if not inner:
+            if not any(f".{part}" in name for part in _ADAPTER):
+                state[name] = tensor
+            continue
+        if owner not in merged:
+            merged[owner] = _merged(modules[owner])
+        state[f"{owner}.{inner}"] = merged[owner].pop(inner)
+    fold_marker_rows(model, state)
+    return state
+
+
+_BASE, _ADAPTER = ".base_layer.", ("lora_", "marker_rows")
+
+
+def _merged(layer: nn.Module) -> dict[str, Tensor]:
+    """Weights of a layer with its adapter merged."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(_copied(p), requires_grad=False) for p in layer.parameters()}
+    memo |= {id(buffer): _copied(buffer) for buffer in layer.buffers()}
+    alone: Any = copy.deepcopy(layer, memo)
+    alone.merge()
+    return dict(alone.get_base_layer().state_dict())
 
 
 def _copied(tensor: Tensor) -> Tensor:

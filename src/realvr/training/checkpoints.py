@@ -9,7 +9,6 @@ rate is a function of the step.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -28,7 +27,8 @@ from realvr.runs.hashes import difference, digests
 from realvr.training.configuration import differences
 from realvr.training.dropping import ReadsData
 from realvr.training.engine import Engine
-from realvr.training.sections import VALIDATION_METRICS, CheckpointSettings
+from realvr.training.records import CHECKPOINT, checkpoints, step_of
+from realvr.training.sections import VALIDATION_METRICS, CheckpointSettings, LoraSettings
 from realvr.training.settings import StageSettings, TrainSettings
 from realvr.training.statefile import read_state, write_state, write_text
 from realvr.training.task import Task
@@ -36,20 +36,22 @@ from realvr.training.task import Task
 MAY_CHANGE = (
     "optim.steps",
     "optim.microbatch",
+    "optim.gradients",
+    "model.fast_vision",
+    "model.fused_layers",
     "data.max_dropped",
     "checkpoint.",
     "validation.",
     "log.",
     "run.out",
     "run.max_bad_steps",
+    "engine",
 )
-"""Settings that a resumed run may change: how long it runs and what it records. Settings of the method that change no
-number are its own (``MethodConfig.may_change``)."""
+"""Settings that a resumed run may change: how long it runs, what it records, and what changes numbers by rounding only.
+Such settings of the method are its own (``MethodConfig.may_change``). Another type of engine is refused by its name."""
 
 FROM_MODEL = ("model.min_tokens", "model.max_tokens", "model.tiles", "model.max_tiles")
 """Settings that are None where they are the model's own, which is filled in once it is loaded."""
-
-_COMPLETE = re.compile(r"step-(\d+)")
 
 
 @dataclass
@@ -111,6 +113,7 @@ class Checkpoints:
             "version": __version__,
             "progress": vars(progress),
             "engine": self.engine.name,
+            "engine_settings": self.engine.settings.model_dump(mode="json"),
             "world": self.engine.world,
             "frozen": frozen,
             "sha256": digests(partial.iterdir()),
@@ -127,7 +130,7 @@ class Checkpoints:
         read."""
         best = progress.best["step"] if progress.best else None
         for old in self.complete()[: -self.settings.keep]:
-            if _number(old) == best:
+            if step_of(old) == best:
                 continue
             doomed = old.with_name(f".{old.name}.partial")
             publish(old, doomed)
@@ -140,6 +143,7 @@ class Checkpoints:
             action()
         except OSError as error:
             problem = f"{error.strerror or error}"
+        self.engine.watchdog.follow_main()
         problems = [text for text in self.engine.gather_objects(problem) if text]
         if not problems:
             return
@@ -154,29 +158,27 @@ class Checkpoints:
 
     def complete(self) -> list[Path]:
         """Whole checkpoints, oldest first."""
-        folders = self.root.iterdir() if self.root.is_dir() else ()
-        return sorted((path for path in folders if _COMPLETE.fullmatch(path.name)), key=_number)
+        return checkpoints(self.out)
 
-    def resume(self, task: Task, settings: TrainSettings) -> Progress:
-        """Continue as ``checkpoint.resume`` says; returns where the run stands. Removes leftovers of a killed write."""
+    def resume(self, task: Task, settings: TrainSettings, any_step: bool = False) -> Progress:
+        """Continue as ``checkpoint.resume`` says; returns where the run stands. Removes leftovers of a killed write.
+        ``any_step``: also from a checkpoint that is not the newest, because nothing will be written after it."""
         if self.engine.main and self.root.is_dir():
             for leftover in self.root.glob(".step-*.partial"):
                 shutil.rmtree(leftover)
         self.engine.barrier()
-        path = self._chosen()
+        path = self._chosen(any_step)
         if path is None:
             return Progress()
         try:
             run = read_json(path / "run.json")
-            progress = _progress(run["progress"], _number(path))
+            progress = _progress(run["progress"], step_of(path))
             self._refuse_other_run(path, run, settings)
             self._note_other_method(path, run, task)
             self._refuse_changed(path, run)
             self._refuse_other_data(path, task)
             self.engine.load(path)
-            state = read_state(path / f"rank-{self.engine.rank}")
-            task.load_state_dict(state["task"])
-            self.engine.set_rng_state(state["generators"])
+            self._restore(path, run, progress, task, settings)
         except Exception as error:  # a damaged state can raise anything
             if isinstance(error, UserError) or out_of_memory(error):
                 raise
@@ -184,7 +186,26 @@ class Checkpoints:
             raise UserError(f"{path}: the checkpoint cannot be read ({what}); remove it to go back one") from error
         return progress
 
-    def _chosen(self) -> Path | None:
+    def _restore(
+        self, path: Path, run: dict[str, Any], progress: Progress, task: Task, settings: TrainSettings
+    ) -> None:
+        """The task's state and the generators; on another number of ranks the states of all of them, shared out."""
+        if run["world"] == self.engine.world:
+            state = read_state(path / f"rank-{self.engine.rank}")
+            task.load_state_dict(state["task"])
+            self.engine.set_rng_state(state["generators"])
+            return
+        states = [read_state(path / f"rank-{rank}")["task"] for rank in range(run["world"])]
+        task.load_state_dict(task.redistribute(states))
+        self.engine.seed(settings.run.seed + 1_000_033 * progress.step)
+        if self.engine.main and _dropout(settings):
+            warnings.warn(
+                f"{path} was written by {run['world']} processes, this run has {self.engine.world}: the dropout of the "
+                "adapters goes on with other random numbers",
+                stacklevel=2,
+            )
+
+    def _chosen(self, any_step: bool) -> Path | None:
         """The checkpoint to continue from, the same on every rank."""
         wanted, whole = self.settings.resume, self.complete()
         if wanted == "auto":
@@ -195,11 +216,11 @@ class Checkpoints:
                 raise UserError(f"{self.out} already holds a run: choose another run.out, or checkpoint.resume auto")
             return None
         path = Path(wanted)
-        if not (path / "run.json").is_file() or not _COMPLETE.fullmatch(path.name):
+        if not (path / "run.json").is_file() or not CHECKPOINT.fullmatch(path.name):
             hint = f"; this run has {', '.join(p.name for p in whole)}" if whole else ""
             raise UserError(f"checkpoint.resume: {path} is not a checkpoint (auto, never, or a step-N folder){hint}")
-        newer = [other for other in whole if _number(other) > _number(path)]
-        if newer:
+        newer = [other for other in whole if step_of(other) > step_of(path)]
+        if newer and not any_step:
             raise UserError(f"{newer[-1]} is newer than {path}: remove what is newer, or choose another run.out")
         return path
 
@@ -209,6 +230,7 @@ class Checkpoints:
         if self.engine.main and isinstance(task, ReadsData) and (path / "data.json").exists():
             before = read_state(path / "data")
             changes = task.data.fingerprint.changes(before["files"], before["images"].numpy())
+        self.engine.watchdog.follow_main()
         changes = self.engine.gather_objects(changes)[0]
         if not changes:
             return
@@ -243,9 +265,17 @@ class Checkpoints:
         if fatal:
             raise UserError(f"{path} belongs to other settings: {'; '.join(fatal)}. Use them, or another run.out")
         if run.get("engine", "ddp") != self.engine.name:  # checkpoints of earlier versions are all DDP's
-            raise UserError(f"{path} was written by engine {run['engine']}, this run uses {self.engine.name}")
-        if run["world"] != self.engine.world:
-            raise UserError(f"{path} was written by {run['world']} processes, this run has {self.engine.world}")
+            raise UserError(
+                f"{path} was written by engine {run['engine']}, this run uses {self.engine.name}: continue with "
+                f"--engine {run['engine']}, or export the model with it (--engine {run['engine']} --export) and start "
+                "a new run from that (--model.path)"
+            )
+        if run["world"] != self.engine.world and not self.engine.elastic:
+            raise UserError(
+                f"{path} was written by {run['world']} processes, this run has {self.engine.world}, and the files of "
+                f"engine {self.engine.name} are made for one number: continue on {run['world']}, or export the model "
+                "there (--export) and start a new run from it (--model.path)"
+            )
         if run["frozen"] != self.engine.frozen_digest():
             raise UserError(f"{path}: the frozen weights differ from those the run started with (model.path)")
 
@@ -259,12 +289,19 @@ class Checkpoints:
                 changed = difference(written, digests(file for file in path.iterdir() if file.name in written))
             except OSError as error:
                 changed = f"{error.filename} cannot be read ({error.strerror})"
+        self.engine.watchdog.follow_main()  # it may have read terabytes
         problem = self.engine.gather_objects(changed)[0]
         if problem:
             raise UserError(
                 f"{path}: {problem}: it is damaged, was changed, or holds files of another checkpoint; a run cannot "
                 "continue from it. Remove the folder to go back one"
             )
+
+
+def _dropout(settings: TrainSettings) -> bool:
+    """Whether the step draws from the generators of the rank."""
+    lora = getattr(settings, "lora", None)
+    return isinstance(lora, LoraSettings) and lora.rank > 0 and lora.dropout > 0
 
 
 def _method(task: Task) -> dict[str, Any] | None:
@@ -295,7 +332,3 @@ def _known_best(best: Json, step: int) -> bool:
     kinds = {"metric": str, "value": float, "step": int, "identity": str}
     typed = isinstance(best, dict) and {name: type(value) for name, value in best.items()} == kinds
     return typed and best["metric"] in VALIDATION_METRICS and 0 < best["step"] <= step
-
-
-def _number(path: Path) -> int:
-    return int(path.name.split("-")[1])

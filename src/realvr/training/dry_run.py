@@ -27,12 +27,9 @@ def dry_run(task: Task, settings: TrainSettings, engine: Engine) -> int:
     for name, size in held.items():
         engine.print(f"{name}: {size / memory.GIB:.3f} GiB")
     memory.refuse_too_large(engine, settings)
+    expected = memory.expected(task, settings, engine, collected.microbatches)
     with memory.explain_shortage(engine, settings, "one microbatch"):
-        activations = memory.measured_peak(engine, collected.microbatches[0])
-    total = sum(held.values()) / memory.GIB
-    if activations is None:
-        engine.print(f"total without activations: {total:.3f} GiB (activations are measured on a GPU only)")
-    else:
-        measured = (activations - held["gradients"]) / memory.GIB
-        engine.print(f"activations (measured): {measured:.3f} GiB\ntotal: {total + measured:.3f} GiB")
+        measured = memory.measured_peak(engine, collected.microbatches[0])
+    for line in memory.total_lines(held, expected, measured, len(collected.microbatches)):
+        engine.print(line)
     return 0

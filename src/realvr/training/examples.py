@@ -31,12 +31,8 @@ from realvr.training.task import Ranks
 
 def share_of_batch(settings: TrainSettings, ranks: Ranks) -> int:
     """How many of ``optim.batch`` one rank takes; the batch must divide evenly over ranks and microbatches."""
-    batch, microbatch = settings.optim.batch, settings.optim.microbatch
-    if batch % (ranks.world * microbatch):
-        raise UserError(
-            f"optim.batch is {batch}: it must be a multiple of {ranks.world} ranks x optim.microbatch {microbatch}"
-        )
-    return int(batch // ranks.world)
+    settings.optim.refuse_uneven(ranks.world)
+    return settings.optim.batch // ranks.world
 
 
 def all_of(samples: Mixture[Sample]) -> list[Sample]:

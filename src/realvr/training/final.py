@@ -41,6 +41,7 @@ def write_model(task: Task, settings: TrainSettings, engine: Engine, values: dic
             raise
         problem = getattr(error, "strerror", None) or " ".join(str(error).split())
         shutil.rmtree(partial, ignore_errors=True)
+    engine.watchdog.follow_main()
     problems = [text for text in engine.gather_objects(problem) if text]
     if problems:
         raise UserError(f"{final} could not be written ({problems[0]}); the same command tries again")

@@ -27,7 +27,7 @@ from realvr.training.dropping import DataRecord
 from realvr.training.engine import Engine
 from realvr.training.final import BEST, FINAL, refuse_foreign, write_model
 from realvr.training.metrics import Metrics
-from realvr.training.records import METHOD, METHOD_FILE
+from realvr.training.records import ENGINE, ENGINE_FILE, METHOD, METHOD_FILE, EngineUse
 from realvr.training.settings import TrainSettings
 from realvr.training.stopping import INTERRUPTED, Stopping
 from realvr.training.task import Collected, Task
@@ -62,7 +62,10 @@ def train(task: Task, settings: TrainSettings, engine: Engine) -> int:
             engine.seed(settings.run.seed)
             validation = validation_of(task, settings, engine)
             progress = checkpoints.resume(task, settings)
+        ranks = engine.gather_objects(engine.facts())
         if engine.main:
+            used = EngineUse(engine=engine.name, settings=engine.settings.model_dump(mode="json"), ranks=ranks)
+            ENGINE_FILE.dump(out / ENGINE, used)
             configuration.save_resolved(settings, out / "settings.yaml")
             if (about := task.about()) is not None:
                 METHOD_FILE.dump(out / METHOD, about)
@@ -71,6 +74,22 @@ def train(task: Task, settings: TrainSettings, engine: Engine) -> int:
             Tracker(out, settings.log, settings.optim.steps, progress.step, engine.main) as tracker,
         ):
             return train_steps(Run(task, settings, engine, tracker, progress, validation), checkpoints)
+
+
+def export(task: Task, settings: TrainSettings, engine: Engine) -> int:
+    """Write the model of a checkpoint as a plain model folder beside it, and train nothing. Every rank calls it."""
+    out = settings.run.out
+    with closing(task):
+        engine.prepare(task.module, settings.optim)
+        engine.seed(settings.run.seed)
+        step = Checkpoints(out, settings.checkpoint, engine).resume(task, settings, any_step=True).step
+        if not step:
+            raise UserError(f"{out} has no checkpoint, so there is nothing to export")
+        name = f"model-{step:06d}"
+        engine.watchdog.at(f"writing {out / name}")
+        write_model(task, settings, engine, {}, name)
+    engine.print(f"the model after step {step}: {out / name}")
+    return 0
 
 
 def train_steps(run: Run, checkpoints: Checkpoints) -> int:
@@ -93,6 +112,7 @@ def train_steps(run: Run, checkpoints: Checkpoints) -> int:
             improved = best is not None and keep_if_best(run, best)
             stop = engine.any(stopping.wanted)
             if stop or improved or checkpoints.due(progress.step, steps):
+                engine.watchdog.at(f"writing the checkpoint of step {progress.step}")
                 with busy(f"writing the checkpoint of step {progress.step}", shown):
                     saved = checkpoints.save(progress, run.task, settings)
                 data.write(progress.step)
@@ -102,6 +122,7 @@ def train_steps(run: Run, checkpoints: Checkpoints) -> int:
         for line in data.last_words():
             tracker.note(line)
         refuse_untrained(run)
+        engine.watchdog.at(f"writing {out / FINAL}")
         with busy(f"writing {out / FINAL}", shown):
             write_model(run.task, settings, engine, tracker.last)
         tracker.note(f"done: {out / FINAL}")
@@ -164,15 +185,19 @@ def train_step(run: Run) -> None:
     """One optimizer step: collect, update or skip, record."""
     task, engine, progress, optim, log = run.task, run.engine, run.progress, run.settings.optim, run.settings.log
     began, step = time.perf_counter(), progress.step + 1
+    place = engine.watchdog.at
     with memory.explain_shortage(engine, run.settings, f"step {step}"):
+        place(f"step {step}, preparing the batch")
         collected = task.collect(progress.step)
         refuse_odd_collection(engine, task, collected)
         collect_s = time.perf_counter() - began
+        place(f"step {step}, forward and backward")
         norms = term_norms(engine, task, collected) if is_due(step, log.parts_every) else {}
         update = update_or_skip(engine, collected, optim.lr_at(progress.step), optim.clip)
         if not update.skipped:
             task.after_update()
     progress.step = step
+    place(f"after step {step}")
     summed = metrics.sum_over_ranks(engine, update.metrics)
     seconds = time.perf_counter() - began
     values = {name: total / count if count else math.nan for name, (total, count) in summed.items()}

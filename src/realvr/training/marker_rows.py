@@ -35,15 +35,18 @@ def train_marker_rows(backbone: Backbone) -> None:
 
 
 @torch.no_grad()
-def fold_marker_rows(model: Stock) -> None:
-    """Write trained rows into their tables and make the model a plain one again. A model without them is left alone."""
-    for table in (model.get_input_embeddings(), model.get_output_embeddings()):
-        own = {key: hook for key, hook in table._forward_hooks.items() if isinstance(hook, _Input | _Output)}
-        for key, hook in own.items():
-            table.weight[hook.ids.to(table.weight.device)] = hook.rows
-            del table._forward_hooks[key]
-    for table in (model.get_input_embeddings(), model.get_output_embeddings()):
-        table._parameters.pop(NAME, None)
+def fold_marker_rows(model: Stock, state: dict[str, Tensor]) -> None:
+    """Put trained rows into the tables of ``state``, the weights of the model by name. The model's own stay as they
+    are."""
+    copies: dict[int, Tensor] = {}  # a tied head has the table of the embedding
+    for name, table in model.named_modules():
+        for hook in table._forward_hooks.values():
+            if isinstance(hook, _Input | _Output):
+                weight = state[f"{name}.weight"]
+                if weight.data_ptr() not in copies:
+                    copies[weight.data_ptr()] = weight.to("cpu", copy=True)
+                state[f"{name}.weight"] = copies[weight.data_ptr()]
+                state[f"{name}.weight"][hook.ids.cpu()] = hook.rows.detach().to(weight.dtype).cpu()
 
 
 class _Hook:
@@ -63,7 +66,8 @@ class _Input(_Hook):
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         scale: Any = getattr(module, "embed_scale", None)  # Gemma scales inside its embedding
-        rows = self.rows if scale is None else self.rows * scale.to(self.rows.dtype)
+        rows = self.rows.to(output.dtype)  # an engine may keep them in 32 bits
+        rows = rows if scale is None else rows * scale.to(rows.dtype)
         place = args[0][..., None] == self.ids.to(args[0].device)
         return torch.where(place.any(-1, keepdim=True), place.to(rows.dtype) @ rows, output)
 
@@ -73,4 +77,5 @@ class _Output(_Hook):
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         # In place, on the fresh result of the head: a copy of all logits would be the largest tensor of the step.
-        return output.index_copy_(-1, self.ids.to(output.device), nn.functional.linear(args[0], self.rows))
+        rows = self.rows.to(args[0].dtype)
+        return output.index_copy_(-1, self.ids.to(output.device), nn.functional.linear(args[0], rows))

@@ -14,9 +14,13 @@ from torch import Tensor
 from realvr.errors import UserError, out_of_memory
 from realvr.imaging.types import ImageInput
 from realvr.training.engine import Engine
+from realvr.training.estimate import Estimate, Setup, decoder_of, estimate, weights_of
+from realvr.training.estimate.batches import setup_of_run, workload_of
+from realvr.training.estimate.peak import GIB, RESERVE, SECOND, held_bytes
 from realvr.training.settings import RlSettings, SftSettings, StageSettings, TrainSettings
+from realvr.training.task import Task
 
-GIB = 1024**3
+MOST_RANKS = 8192
 
 
 def refuse_too_large(engine: Engine, settings: TrainSettings) -> None:
@@ -29,8 +33,59 @@ def refuse_too_large(engine: Engine, settings: TrainSettings) -> None:
     if needed > total:
         raise UserError(
             f"this run cannot fit: weights, gradients and optimizer need {needed / GIB:.1f} GiB, {device} has "
-            f"{total / GIB:.1f} GiB; {_in_words(_smaller_states(settings))}"
+            f"{total / GIB:.1f} GiB; {_in_words([*_sharded(engine, settings, total), *_smaller_states(settings)])}"
         )
+
+
+def _sharded(engine: Engine, settings: TrainSettings, total: int) -> list[str]:
+    """The fewest GPUs over which a sharding engine could spread what does not fit here."""
+    weights = weights_of(engine.module)
+    for count in range(max(2, engine.world), MOST_RANKS):
+        setup = Setup("fsdp2", count, settings.optim.master_weights)
+        if sum(held_bytes(weights, setup).values()) <= total * (1 - RESERVE):
+            own = setup_of_run(settings, engine)
+            if own.sharded and count <= engine.world:
+                return []
+            return [f"shard it over at least {count} GPUs (--engine fsdp2; realvr plan counts the rest too)"]
+    return []
+
+
+def expected(task: Task, settings: TrainSettings, engine: Engine, microbatches: Sequence[object]) -> Estimate | None:
+    """The estimate for this run; None for a method that has none."""
+    work = workload_of(settings, engine, microbatches[0], len(microbatches))
+    backbone = getattr(task, "backbone", None)
+    if work is None or backbone is None:
+        return None
+    room = None
+    if engine.device.type == "cuda":
+        room = torch.cuda.get_device_properties(engine.device).total_memory * (1 - RESERVE)
+    setup = setup_of_run(settings, engine)
+    return estimate(decoder_of(backbone.model), weights_of(engine.module), work, setup, room)
+
+
+def total_lines(
+    held: Mapping[str, int], expected: Estimate | None, measured: int | None, microbatches: int
+) -> Iterator[str]:
+    """What a dry run prints about activations and the sum. ``measured``: activations and gradients of one microbatch,
+    to which accumulation adds a second copy of gradients where several passes share a weight."""
+    states = sum(held.values())
+    if expected is not None:
+        for name, size in expected.parts.items():
+            if name not in held and size:
+                yield f"{name} (estimate): {size / GIB:.3f} GiB"
+        yield f"total (estimate): {expected.peak / GIB:.3f} GiB, in: {expected.moment}"
+    elif measured is None:
+        yield f"total without activations: {states / GIB:.3f} GiB (no estimate of activations for this method)"
+    if measured is None:
+        return
+    own = max(measured - held["gradients"], 0)
+    second = 0
+    if expected is not None and microbatches > 1:
+        second = expected.parts.get(SECOND, 0)
+    yield f"activations (measured): {own / GIB:.3f} GiB"
+    if second:
+        yield f"second copy of gradients, from the second microbatch on: {second / GIB:.3f} GiB"
+    yield f"total: {(states + own + second) / GIB:.3f} GiB"
 
 
 @contextmanager

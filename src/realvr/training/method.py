@@ -30,7 +30,8 @@ from realvr.registry import Registry, place_of
 from realvr.runs.hashes import digests
 from realvr.training.dropping import Draws
 from realvr.training.examples import share_of_batch
-from realvr.training.metrics import odd_metric
+from realvr.training.lanes import same_on_all
+from realvr.training.metrics import odd_metric, on_device
 from realvr.training.records import About, Metric, about
 from realvr.training.sections import MethodConfig
 from realvr.training.settings import StageSettings
@@ -123,6 +124,13 @@ class Method(Generic[S, C, B]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
 
+    def redistribute(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The state of this rank, from those of all ranks of a checkpoint that another number of them has written.
+
+        By default what is the same on all ranks. A method whose ranks differ overrides this.
+        """
+        return same_on_all(states, f"{place_of(type(self))}: method '{self.name}'")
+
     def reference(self) -> AbstractContextManager[Backbone]:
         """A frozen policy that the method compares with, such as the start of the run."""
         raise UserError(f"method '{self.name}' has no reference policy")
@@ -187,14 +195,15 @@ class Step(nn.Module):
         for found in given:
             self._refuse_odd(found)
             if term in (None, found.name):
-                share = torch.as_tensor(found.share, device=found.loss.device)
+                share = on_device(found.share, found.loss.device)
                 terms[found.name] = found.weight, found.loss
                 metrics.setdefault("loss", (found.loss, share))
                 metrics |= {f"loss/{found.name}": (found.loss, share), **found.metrics}
             if term == found.name:
                 break
         if not terms:  # this batch has no such term: nothing, with a gradient of zero
-            anchor = next(parameter for parameter in self.parameters() if parameter.requires_grad)
+            whole = (p for p in self.parameters() if p.requires_grad and type(p) is nn.Parameter)  # not in shards now
+            anchor = next(whole, torch.zeros((), requires_grad=True))
             return anchor.sum() * 0.0, {}
         loss = objective.total(terms)
         metrics["loss"] = (loss, metrics["loss"][1])

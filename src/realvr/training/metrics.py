@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -11,6 +12,11 @@ if TYPE_CHECKING:
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 """Name to (sum, count); the loop adds both over microbatches and ranks and logs sum / count."""
+
+
+def on_device(value: float | Tensor, device: torch.device) -> Tensor:
+    """A number on a device. Written there, not copied: for a copy the host waits until the GPU has caught up."""
+    return value.to(device) if isinstance(value, Tensor) else torch.full((), value, device=device)
 
 
 def odd_metric(metrics: Metrics) -> str:

@@ -28,7 +28,10 @@ def load_backbone(settings: TrainSettings, ranks: Ranks, announce: bool = True) 
         max_tokens=model.max_tokens,
         tiles=model.tiles,
         max_tiles=model.max_tiles,
+        fast_vision=model.fast_vision,
+        fused_layers=model.fused_layers,
         announce=announce and ranks.rank == 0,
+        place=ranks.place if ranks.shards else None,
     )
     found = backbone.processor.limits.note() | {"latents": backbone.latents}
     settings.model = model.model_copy(update=found)

@@ -24,14 +24,22 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in module.parameters():
         if parameter.requires_grad:
-            groups[parameter.ndim >= 2 and id(parameter) not in tables].append(parameter)
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # of the whole one, where DeepSpeed has cut it
+            groups[len(shape) >= 2 and id(parameter) not in tables].append(parameter)
     decays = {True: weight_decay, False: 0.0}
     return [{"params": params, "weight_decay": decays[kind]} for kind, params in groups.items() if params]
 
 
-def build_optimizer(module: nn.Module, settings: OptimSettings) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters; with master weights where some of them are 16-bit and it is asked for."""
+def build_optimizer(
+    module: nn.Module, settings: OptimSettings, local: Callable[[nn.Parameter], nn.Parameter] | None = None
+) -> torch.optim.Optimizer:
+    """AdamW over the trainable parameters; with master weights where some of them are 16-bit and it is asked for.
+
+    ``local`` gives the part of a parameter that this process updates, where it is not all of it.
+    """
     groups = parameter_groups(module, settings.weight_decay)
+    if local is not None:
+        groups = [group | {"params": [local(parameter) for parameter in group["params"]]} for group in groups]
     low = any(parameter.dtype.itemsize < 4 for group in groups for parameter in group["params"])
     if low and settings.master_weights:
         return MasterAdamW(groups, settings.lr, settings.betas, settings.eps)

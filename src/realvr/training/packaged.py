@@ -14,8 +14,9 @@ FOLDER = Path(__file__).parents[1] / "configs"
 
 
 def names(kind: str = "") -> list[str]:
-    """Names of the packaged settings, or only of those for ``realvr train KIND``."""
+    """Names of the packaged settings, or only of those for ``realvr train KIND``. Engine files are none."""
     found = (path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.glob("*/*.yaml"))
+    found = (name for name in found if not name.startswith("engines/"))
     return sorted(name for name in found if kind in name.rpartition("/")[2].split("-") or not kind)
 
 

@@ -14,6 +14,8 @@ from realvr.backbone.model_files import check_complete
 from realvr.errors import UserError
 from realvr.hub.client import LOGIN, api, has_token, reaching
 from realvr.models import is_named, locate
+from realvr.runs.guard import note
+from realvr.runs.hashes import fingerprint
 from realvr.training.card import TAG, usage
 from realvr.training.records import FINAL, SETTINGS
 
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
 CARD = "README.md"
+LATENTS = "diagnose"
+"""Where the card of the latents lies, in a run and on the hub."""
+_LATENT_CARD = ("card.html", "card.md")
 _REPO = re.compile(r"[\w.-]+/[\w.-]+")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib")
 _WEIGHTS = re.compile(r".*\.safetensors|.*\.safetensors\.index\.json|weights\.sha256")
@@ -37,6 +42,8 @@ class PushSettings:
         private: Make the repository private. One that exists and is public is refused.
         revision: Branch to commit to, made if it does not exist; main by default.
         also: Files or folders to upload beside the model, such as a report.
+        latents: Folder of realvr diagnose ... --card: its card goes along, and the model's card links to it. By
+            default the folder `diagnose` beside the model's, which of a run is RUN/diagnose, where that has a card.
         message: Message of the commit.
         dry_run: Check everything and list the files, without a network.
     """
@@ -46,6 +53,7 @@ class PushSettings:
     private: bool = False
     revision: str | None = None
     also: Sequence[Path] = ()
+    latents: Path | None = None
     message: str = "Upload with realvr"
     dry_run: bool = False
 
@@ -67,9 +75,11 @@ def push(settings: PushSettings) -> Pushed:
     folder = model_folder(settings.model)
     check_complete(folder)
     files = dict(_listed(folder)) | {name: file for path in settings.also for name, file in _beside(Path(path))}
+    latents = latent_card(folder, settings.latents)
+    files |= {f"{LATENTS}/{file.name}": file for file in latents}
     for file in files.values():
         _refuse_pickle(file)
-    text = hub_card(folder, settings.repo).encode()
+    text = (hub_card(folder, settings.repo) + _about_latents(latents)).encode()
     sizes = {name: file.stat().st_size for name, file in files.items()} | {CARD: len(text)}
     if settings.dry_run:
         return Pushed(sizes)
@@ -96,6 +106,38 @@ def model_folder(model: str) -> Path:
     is_state = any(folder.glob("rank-*.json"))
     more = "; a checkpoint of a run is its state, not a model: name the run" if is_state else ""
     raise UserError(f"{model} has no config.json: it is neither a model folder nor a run{more}")
+
+
+def latent_card(folder: Path, named: Path | None) -> list[Path]:
+    """The files of the card of its latents, the figures that it links to among them; empty where there is none. A card
+    of other weights is refused where it was named, and left out with a notice where it was found."""
+    place = folder.parent / LATENTS if named is None else Path(named)
+    found = [place / name for name in _LATENT_CARD]
+    if not all(file.is_file() for file in found):
+        if named is not None:
+            raise UserError(
+                f"--latents {named}: no card in it; realvr diagnose MODEL ... --out {named} --card writes it"
+            )
+        return []
+    text = found[1].read_text(encoding="utf-8", errors="replace")
+    made = re.search(r"^\| fingerprint of the weights \| ([0-9a-f]{64}) \|$", text, re.MULTILINE)
+    if made and made[1] != fingerprint(folder):
+        why = f"{found[1]} is the card of other weights than those of {folder}"
+        if named is not None:
+            raise UserError(f"--latents {named}: {why}; realvr diagnose {folder} ... --card makes another")
+        note(f"{why} and is left out")
+        return []
+    figures = [place / name for name in re.findall(r"^!\[.*\]\(([\w.-]+\.svg)\)$", text, re.MULTILINE)]
+    return [*found, *(file for file in figures if file.is_file())]
+
+
+def _about_latents(files: Sequence[Path]) -> str:
+    """The section of the model's card that leads to that of its latents."""
+    if not files:
+        return ""
+    text = files[1].read_text(encoding="utf-8", errors="replace")
+    said = re.search(r"^\*\*Verdict:\*\* .*$", text, re.MULTILINE)
+    return f"\n## Latents\n\n{said[0] if said else ''}\n\n[Card of the latents]({LATENTS}/{_LATENT_CARD[1]})\n"
 
 
 def _listed(folder: Path) -> Iterator[tuple[str, Path]]:

@@ -14,9 +14,15 @@ from realvr.training.rl_batch import RlBatch
 
 
 def readouts(
-    backbone: Backbone, after: State, b: RlBatch, *, gradient: bool = False, checkpointed: bool = False
+    backbone: Backbone,
+    after: State,
+    b: RlBatch,
+    *,
+    gradient: bool = False,
+    checkpointed: bool = False,
+    split: bool = False,
 ) -> Tensor:
-    """``r`` of the correct answer and of each wrong one, (B, Y, K)."""
+    """``r`` of the correct answer and of each wrong one, (B, Y, K). ``split``: see `realvr.latent.span.score`."""
     answers, real = b.answers_BYS.shape[1], b.answers_real_BYS
     state = after if gradient else after.detach()
     probe = Probe(columns=state.slots, gradient=gradient)
@@ -31,8 +37,7 @@ def readouts(
             real_BT=real.flatten(1),
             segment_BT=segment.flatten(1),
             probes=[probe],
+            branches=answers if split else 0,
             checkpointed=checkpointed and gradient,
         )
-        own = torch.eye(answers, dtype=torch.bool, device=real.device)
-        content = (b.content_BYS[:, None] & own[None, :, :, None]).flatten(2)  # (B, Y, Y * S)
-        return credit.readout(probe.stack(), content)
+        return credit.readout(probe.stack(), credit.own_rows(b.content_BYS))

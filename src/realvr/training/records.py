@@ -8,6 +8,7 @@ their stage is known by the names of their metrics. No torch.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +21,28 @@ from realvr.errors import UserError
 from realvr.runs.journal import whole_lines
 from realvr.runs.records import ResultFile, Text
 
-METHOD, METRICS, SETTINGS = "method.json", "metrics.jsonl", "settings.yaml"
+METHOD, METRICS, SETTINGS, ENGINE = "method.json", "metrics.jsonl", "settings.yaml", "engine.json"
 FINAL, BEST = "final", "best"
 """Model folders of a run."""
 AGAIN = "train the model again"
 BASELINE = "lvr-rl"
 """The method that the report compares the others with, unless it is told otherwise."""
+
+
+CHECKPOINT = re.compile(r"step-(\d+)")
+"""Name of a whole checkpoint."""
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """Whole checkpoints of a run, oldest first."""
+    folder = out / "checkpoints"
+    found = [path for path in (folder.iterdir() if folder.is_dir() else ()) if CHECKPOINT.fullmatch(path.name)]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was written."""
+    return int(checkpoint.name.split("-")[1])
 
 
 class Metric(TypedDict):
@@ -71,6 +88,16 @@ class DataUse(TypedDict):
     """Hashes, with the time at which they were taken."""
 
 
+class EngineUse(TypedDict):
+    """The content of ``engine.json``: the engine of a run's newest start, and what each rank says of itself."""
+
+    engine: Text
+    settings: dict[Text, Any]
+    ranks: list[dict[Text, Any]]
+    """By rank: world, device, distributed type, type of the wrapped module, and its parameters by type."""
+
+
+ENGINE_FILE = ResultFile(EngineUse, "realvr train", "remove it, the next start writes it again")
 DATA_FILE = ResultFile(DataUse, "realvr train", "remove it, the next start writes it again")
 METHOD_FILE = ResultFile(About, "realvr train", "remove it, the curves are then shown without their titles", 1)
 Step = dict[str, float | None]

@@ -17,12 +17,15 @@ from realvr.backbone.backbone import Backbone
 from realvr.backbone.loading import trained_latents
 from realvr.errors import UserError
 from realvr.latent import prototypes
+from realvr.latent.fast import fast_decode
 from realvr.latent.group_rollout import Completion
+from realvr.latent.modes import FastMode
 from realvr.latent.prototypes import NegativeBank, Prototype
 from realvr.latent.sampling import ANSWER_END, Sampling
 from realvr.latent.span import prefill, score, splice
 from realvr.maths import grpo
 from realvr.training.adapters import Adapters
+from realvr.training.dropping import Draws
 from realvr.training.examples import Encoder
 from realvr.training.method import Method, Run
 from realvr.training.models import StartingPolicy
@@ -30,7 +33,8 @@ from realvr.training.prompts import PromptBatch, PromptStream
 from realvr.training.rewards import load_rewards
 from realvr.training.rl_batch import RlBatch, Rolled
 from realvr.training.rl_records import completions_table, rollout_metrics
-from realvr.training.rollouts import Rollouts, Scores, score_completions
+from realvr.training.rollout_groups import Grouping
+from realvr.training.rollouts import Rollouts, Scores, score_completions, share_of_rollouts
 from realvr.training.sections import MethodConfig
 from realvr.training.settings import RlSettings
 from realvr.training.task import Collected
@@ -39,7 +43,13 @@ from realvr.training.task import Collected
 class RolloutConfig(MethodConfig):
     """Rollouts, rewards and the policy loss."""
 
-    may_change: ClassVar[tuple[str, ...]] = ("memory",)
+    may_change: ClassVar[tuple[str, ...]] = (
+        "memory",
+        "rollout_batch",
+        "fast_decode",
+        "release_decode",
+        "split_attention",
+    )
     group: int = Field(default=8, ge=1)
     """G, completions sampled per prompt."""
     temperature: float = Field(default=0.6, gt=0)
@@ -53,6 +63,15 @@ class RolloutConfig(MethodConfig):
     stop_at_answer: bool = True
     """End a completion once it has written ``</answer>``. The paper's rollouts end with the end token or at the limit;
     off does the same."""
+    rollout_batch: int | None = Field(default=None, ge=1)
+    """Prompts of a step that one process rolls out together, whatever ``optim.microbatch``; null: as many as fit in its
+    memory. The texts are the same but for rounding."""
+    fast_decode: FastMode = "auto"
+    """How rollouts are decoded: ``off``; ``static``, in fixed shapes; ``graph``, as CUDA graphs; ``auto``, as CUDA
+    graphs on a GPU where that is possible, otherwise ``off``. The texts are the same but for rounding."""
+    release_decode: bool = False
+    """Drop the buffers and graphs of ``fast_decode`` after the rollouts of each step, to leave the memory to training;
+    they are then made again for every step."""
     max_prompt: int = Field(default=4096, ge=1)
     """Most tokens of a prompt, visual tokens included. A longer one first gets smaller images, where the family allows
     it; where that does not suffice it is left out and counted."""
@@ -70,6 +89,10 @@ class RolloutConfig(MethodConfig):
     """Optimizer steps on one batch of rollouts."""
     memory: Literal["cached", "checkpointed-prefill", "checkpointed"] = "checkpointed-prefill"
     """What is recomputed in the backward pass: nothing, the prompt's layers, or the latent steps' too. All exact."""
+    split_attention: bool = False
+    """Attend to the prompt and inside each completion by itself instead of through a mask over the prompt and all
+    completions: the same numbers up to rounding, with less work. On a GPU in 16 bits only; layers with a sliding window
+    shorter than prompt and completion keep the mask."""
 
     @model_validator(mode="after")
     def _learns_something(self) -> RolloutConfig:
@@ -117,10 +140,22 @@ class RolloutMethod(Method[RlSettings, RC, RlBatch]):
         self.prompts = PromptStream(self.samples, self.encoder, settings, run.ranks)
         stop = ANSWER_END if c.stop_at_answer else None
         sampling = Sampling(c.temperature, c.top_p, c.top_k, c.max_new, stop)
-        self.rollouts = Rollouts(self.backbone, self.adapters, run.ranks, sampling, c.group, settings.run.seed)
+        self.start = StartingPolicy(self.backbone, self.adapters, settings, run.ranks) if c.beta else None
+        copies = [self.start.copy] if self.start is not None and self.start.copy is not None else []
+        grouping = Grouping(self.backbone, settings, run.ranks, (c.group, c.max_new, c.rollout_batch), copies)
+        self.rollouts = Rollouts(
+            self.backbone,
+            self.adapters,
+            run.ranks,
+            sampling,
+            c.group,
+            settings.run.seed,
+            grouping,
+            fast_decode(self.backbone, c.fast_decode, sharded=run.ranks.shards),
+            c.release_decode,
+        )
         self.rewards = load_rewards(c.rewards)
         self.bank = NegativeBank(self.bank_size)
-        self.start = StartingPolicy(self.backbone, self.adapters, settings, run.ranks) if c.beta else None
         self._kept: list[RlBatch] = []
         self._rebuilding = False
         self._before: dict[str, Any] = {}
@@ -149,6 +184,7 @@ class RolloutMethod(Method[RlSettings, RC, RlBatch]):
             return Collected(batches)
         metrics = rollout_metrics(rolled, self.backbone.device, self.ranks.world)
         metrics |= self.draws.metrics(self.backbone.device, self.ranks.world)
+        metrics |= self.rollouts.decoded(self.backbone.device)
         return Collected(batches, metrics, completions_table(rolled))
 
     def score(self, prompts: PromptBatch, groups: Sequence[Sequence[Completion]]) -> Scores:
@@ -183,6 +219,14 @@ class RolloutMethod(Method[RlSettings, RC, RlBatch]):
         """The policy that the run started from."""
         return self.start.use() if self.start is not None else super().reference()
 
+    def compare_with_start(self, batches: Sequence[RlBatch]) -> None:
+        """Give each microbatch its log-probabilities under the starting policy, where ``beta`` asks for them."""
+        if not self.config.beta:
+            return
+        with self.ranks.full_parameters():  # gathered once for all of them
+            for batch in batches:
+                batch.ref_logp_BGS = self.reference_logp(batch)
+
     @torch.no_grad()
     def reference_logp(self, b: RlBatch) -> Tensor | None:
         """Log-probabilities under the starting policy, at the same temperature, behind the same saved latents; None
@@ -191,9 +235,10 @@ class RolloutMethod(Method[RlSettings, RC, RlBatch]):
             return None
         with self.reference() as policy:
             state, _ = prefill(policy, b.batch, b.visual)
-            state, _ = splice(policy, state, b.latents_BKD)
-            temperature, forbidden = self.config.temperature, self.forbidden
-            return score(policy, state, b.ids_BGS, b.real_BGS, temperature=temperature, forbidden=forbidden)[0]
+            c, split = self.config, self.config.split_attention
+            state, _ = splice(policy, state, b.latents_BKD, branches=int(split))
+            options: dict[str, Any] = {"temperature": c.temperature, "forbidden": self.forbidden, "split": split}
+            return score(policy, state, b.ids_BGS, b.real_BGS, **options)[0]
 
     # ------------------------------------------------------------------ state
 
@@ -215,6 +260,27 @@ class RolloutMethod(Method[RlSettings, RC, RlBatch]):
         same_data = state["samples"]["sizes"] == self.samples.state_dict()["sizes"]
         self.rollouts.load_state_dict(state["rollouts"] if same_data else [])  # else they answer other prompts
         self._restore(state)
+
+    @override
+    def redistribute(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Data, bank and order are the same on all ranks; counts of rows go to the first; rollouts by their place."""
+        own = ("rollouts", "after", "drawn", "rejected", "first")
+        shared = super().redistribute([{key: each[key] for key in each if key not in own} for each in states])
+        parts = [each["rollouts"] for each in states]
+        found = {**shared, "rollouts": share_of_rollouts(parts, self.ranks.rank, self.ranks.world)}
+        found |= self._counts(states)
+        if "after" in states[0]:
+            after = [each["after"] for each in states]
+            found["after"] = {**after[0], **self._counts(after)}
+        return found
+
+    def _counts(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        total = Draws()
+        for state in states if self.ranks.rank == 0 else ():
+            each = Draws()
+            each.load_state_dict(state)
+            total.add(each)
+        return total.state_dict()
 
     def _restore(self, position: dict[str, Any]) -> None:
         self.samples.load_state_dict(position["samples"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,13 +10,17 @@ import torch
 from torch import Tensor
 
 from realvr.backbone.backbone import Backbone, VisualTokens
+from realvr.backbone.types import Prompt
 from realvr.data.sample import Sample
+from realvr.errors import out_of_memory
+from realvr.latent.fast import COUNTS, FastDecode
 from realvr.latent.group_rollout import Completion, Rollout, rollout
 from realvr.latent.sampling import Sampling
 from realvr.training.adapters import Adapters
 from realvr.training.prompts import PromptBatch
 from realvr.training.rewards import Reward, rated
-from realvr.training.task import Ranks
+from realvr.training.rollout_groups import Grouping, encoded
+from realvr.training.task import Metrics, Ranks
 
 
 class Scores(NamedTuple):
@@ -43,42 +48,114 @@ def score_completions(
     return Scores(total, each)
 
 
+class Sampled(NamedTuple):
+    """One microbatch of prompts with the visual tokens and the completions of each."""
+
+    prompts: PromptBatch
+    visual: VisualTokens
+    rollout: Rollout
+
+
 class Rollouts:
     """Samples ``group`` completions of each prompt behind one latent trajectory.
 
-    The random numbers of a rollout depend on (seed, step, place in the global batch), never on the rank. What was
-    sampled is kept, for a checkpoint: a policy that has moved on could not repeat it.
+    All prompts of a step are rolled out together, in groups that fit in memory (`Grouping`), whatever the microbatch.
+    The random numbers of a rollout depend on (seed, step, place in the global batch), never on the rank or the group.
+    What was sampled is kept, for a checkpoint: a policy that has moved on could not repeat it.
     """
 
     def __init__(
-        self, backbone: Backbone, adapters: Adapters, ranks: Ranks, sampling: Sampling, group: int, seed: int
+        self,
+        backbone: Backbone,
+        adapters: Adapters,
+        ranks: Ranks,
+        sampling: Sampling,
+        group: int,
+        seed: int,
+        grouping: Grouping,
+        fast: FastDecode | None = None,
+        release: bool = False,
     ) -> None:
         self.backbone, self.adapters, self.ranks = backbone, adapters, ranks
-        self.sampling, self.group, self.seed = sampling, group, seed
+        self.sampling, self.group, self.seed, self.grouping = sampling, group, seed, grouping
+        self.fast, self.release = fast, release
+        self._counted: Counter[str] = Counter()
         self.saved: list[Rollout] = []
-        """Of a checkpoint, still to be used instead of sampling."""
+        """Of a checkpoint, still to be used instead of sampling; one for each prompt."""
         self.made: list[Rollout] = []
         """Of the batch in hand."""
 
     @torch.no_grad()
-    def sample(self, prompts: PromptBatch, visual: VisualTokens, step: int) -> Rollout:
-        """Completions and latents of one microbatch; those of the checkpoint where they were saved."""
-        made = self.saved.pop(0) if self.saved else self._sample(prompts, visual, step)
-        self.made.append(made)
-        return made
+    def sample(self, batches: Sequence[PromptBatch], step: int) -> list[Sampled]:
+        """Completions and latents of all microbatches; those of the checkpoint where they were saved."""
+        prompts = [prompt for batch in batches for prompt in batch.prompts]
+        visual = encoded(self.backbone, prompts)
+        if self.saved:
+            each, self.saved = self.saved[: len(prompts)], self.saved[len(prompts) :]
+        else:
+            places = [batch.place + i for batch in batches for i in range(len(batch))]
+            each = self._sample(prompts, visual, [_seed(self.seed, step, place) for place in places])
+            if self.fast is not None and self.release:
+                self.fast.release()
+        found, first = [], 0
+        for batch in batches:
+            own = slice(first, first + len(batch))
+            found.append(Sampled(batch, VisualTokens.join(visual[own]), _join(each[own])))
+            first += len(batch)
+        self.made += [sampled.rollout for sampled in found]
+        return found
 
-    def _sample(self, prompts: PromptBatch, visual: VisualTokens, step: int) -> Rollout:
-        with self.adapters.still():
-            return rollout(
-                self.backbone,
-                prompts.prompts,
-                group=self.group,
-                sampling=self.sampling,
-                seed=[_seed(self.seed, step, prompts.place + i) for i in range(len(prompts))],
-                latents=self.backbone.latents,
-                visual=visual,
-                go_on=self.ranks.any if self.ranks.lockstep else None,
-            )
+    def decoded(self, device: torch.device) -> Metrics:
+        """How steps of ``fast_decode`` have run since the last call, as the mean over ranks."""
+        if self.fast is None:
+            return {}
+        new, self._counted = self.fast.counts - self._counted, self.fast.counts.copy()
+        one = torch.ones((), device=device)
+        return {f"decode/{name}": (new[name] * one, one) for name in COUNTS}
+
+    def _sample(self, prompts: Sequence[Prompt], visual: Sequence[VisualTokens], seeds: Sequence[int]) -> list[Rollout]:
+        """One rollout for each prompt, in order. A group for which memory does not suffice is halved: the others of an
+        engine in lockstep could not know, so there it is an error."""
+        found: dict[int, Rollout] = {}
+        waiting = self.grouping.groups(prompts)
+        while waiting:
+            group = waiting[0]
+            made = self._roll_out(group, prompts, visual, seeds, may_fail=len(group) > 1 and not self.ranks.lockstep)
+            if made is None:
+                waiting = self.grouping.halve(waiting)
+                continue
+            found |= dict(zip(group, _split(made), strict=True))
+            del waiting[0]
+        return [found[i] for i in range(len(prompts))]
+
+    def _roll_out(
+        self,
+        group: Sequence[int],
+        prompts: Sequence[Prompt],
+        visual: Sequence[VisualTokens],
+        seeds: Sequence[int],
+        may_fail: bool,
+    ) -> Rollout | None:
+        """The prompts of one group; None where memory ran out."""
+        try:
+            with self.adapters.still():
+                return rollout(
+                    self.backbone,
+                    [prompts[i] for i in group],
+                    group=self.group,
+                    sampling=self.sampling,
+                    seed=[seeds[i] for i in group],
+                    latents=self.backbone.latents,
+                    visual=VisualTokens.join([visual[i] for i in group]),
+                    go_on=self.ranks.any if self.ranks.lockstep else None,
+                    fast=self.fast,
+                )
+        except Exception as error:
+            if not may_fail or not out_of_memory(error):
+                raise
+        if self.fast is not None:
+            self.fast.release()
+        return None  # outside of the handler: a traceback would keep the tensors alive
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Rollouts of the batch in hand, so that a run killed within it does not sample others."""
@@ -86,7 +163,7 @@ class Rollouts:
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
         """Hand out what was sampled before the kill."""
-        self.saved, self.made = [_unpack(each) for each in state], []
+        self.saved, self.made = [one for each in state for one in _split(_unpack(each))], []
 
 
 def _pack(made: Rollout) -> dict[str, Any]:
@@ -97,6 +174,22 @@ def _pack(made: Rollout) -> dict[str, Any]:
 def _unpack(state: dict[str, Any]) -> Rollout:
     completions = [[Completion(**completion) for completion in group] for group in state["completions"]]
     return Rollout(completions, state["latents"], float(state["temperature"]))
+
+
+def share_of_rollouts(parts: Sequence[list[dict[str, Any]]], rank: int, world: int) -> list[dict[str, Any]]:
+    """The rollouts of one rank of a batch, from what all ranks of a checkpoint have saved. They come in its order."""
+    every = [_pack(one) for part in parts for each in part for one in _split(_unpack(each))]
+    return every[rank * len(every) // world : (rank + 1) * len(every) // world]
+
+
+def _split(made: Rollout) -> list[Rollout]:
+    """One for each prompt."""
+    return [Rollout([group], made.latents_BKD[i : i + 1], made.temperature) for i, group in enumerate(made.completions)]
+
+
+def _join(made: Sequence[Rollout]) -> Rollout:
+    groups = [group for each in made for group in each.completions]
+    return Rollout(groups, torch.cat([each.latents_BKD for each in made]), made[0].temperature)
 
 
 def _seed(seed: int, step: int, place: int) -> int:

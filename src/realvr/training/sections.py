@@ -13,6 +13,8 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from realvr.errors import UserError
+
 
 class Section(BaseModel):
     """Settings that refuse keys they do not know."""
@@ -40,6 +42,14 @@ class ModelSettings(Section):
     """Whether large images are cut into tiles (InternVL). None: the checkpoint's, tiles where it says nothing."""
     max_tiles: int | None = Field(default=None, ge=1)
     """Most tiles of an image, its thumbnail not counted (InternVL). None: the checkpoint's."""
+    fast_vision: bool = True
+    """On a GPU in 16 bits, run the frozen vision tower in fewer kernels and over copies of its weights that are padded
+    to a multiple of 8 (Qwen2.5-VL: 0.8 GiB), and upload pixels in 16 bits from pinned memory. The same numbers up to
+    rounding."""
+    fused_layers: bool = False
+    """Run norms, rotary embeddings and MLP gates of the decoder in 5 kernels a layer instead of 28, also fewer in the
+    backward pass; on a GPU some are compiled at their first use. The same numbers up to rounding; in 16 bits they are
+    rounded less often, which may send a token to other experts."""
 
     @model_validator(mode="after")
     def _ordered(self) -> ModelSettings:
@@ -132,6 +142,10 @@ class OptimSettings(Section):
     master_weights: bool = True
     """For 16-bit weights, keep a 32-bit copy that the update is added to. Without it an update at a small learning
     rate is below the rounding of the weight and is lost."""
+    gradients: Literal["deferred", "autograd"] = "deferred"
+    """How gradients of a weight that several passes share are added up. ``deferred`` multiplies all latent steps out
+    together and adds in place; ``autograd`` multiplies each pass out alone, with a second copy of all gradients in
+    Stage 2. The same up to rounding. Engine ddp only; engines that shard have their own way."""
 
     @field_validator("betas")
     @classmethod
@@ -145,6 +159,14 @@ class OptimSettings(Section):
         if self.warmup >= 1 and self.warmup != int(self.warmup):
             raise ValueError(f"warmup {self.warmup} is neither a share below 1 nor a whole number of steps")
         return self
+
+    def refuse_uneven(self, ranks: int) -> None:
+        """The batch must divide evenly over ranks and microbatches."""
+        if self.batch % (ranks * self.microbatch):
+            raise UserError(
+                f"optim.batch is {self.batch}: it must be a multiple of {ranks} ranks x optim.microbatch "
+                f"{self.microbatch}"
+            )
 
     @property
     def warmup_steps(self) -> int:

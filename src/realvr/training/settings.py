@@ -126,6 +126,8 @@ class TrainSettings(Section):
     """Training data and the order in which it comes."""
     run: DiagnoseSettings
     """Where the run lives and when it gives up."""
+    engine: str = "ddp"
+    """How several processes train together: the name of a packaged engine file, or the path of one."""
     optim: OptimSettings = OptimSettings()
     """AdamW, its schedule, and how much data one step takes."""
     checkpoint: CheckpointSettings = CheckpointSettings()

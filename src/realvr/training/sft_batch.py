@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.batch import collate
+from realvr.backbone.packed_attention import Packed
 from realvr.backbone.types import Prompt
 from realvr.imaging.types import Grid, ImageInput
 from realvr.maths.precision import at_least_float32
@@ -60,19 +61,24 @@ class SftBatch:
     predict_M2: Tensor  # (row, column) whose state predicts a labelled token
     labels_M: Tensor
     examples: int
+    slot_N2: Tensor  # (row, column) of each slot; never column 0
+    slot_first_N: Tensor  # whether a slot is the first of its span
+    opens_E: Tensor  # which of the M labelled tokens is the first of each example
     pool_source_P: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))  # tokens, pool by pool
     pool_sizes: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     tokens_total: float = 1.0  # labelled tokens of the whole optimizer step
     targets_total: float = 1.0  # examples with targets of the whole optimizer step
     names: list[str] = field(default_factory=list)
     stacked: tuple[Tensor, list[tuple[Grid, str, str, int]], list[int]] | None = None
+    packed: Packed | None = None  # where the examples lie, for attention inside each of them
 
     def targets(self, features_ND: Tensor) -> Tensor:
         """What the slots stand for (slots, D): visual tokens, or the mean of several."""
         if len(self.pool_sizes):
             # Not index_add: the same bits on every run, also on a GPU.
             members = at_least_float32(features_ND[self.pool_source_P])
-            means = torch.segment_reduce(members, "mean", lengths=self.pool_sizes)
+            # Unchecked: the sizes are ours, and a check makes the host wait for a GPU.
+            means = torch.segment_reduce(members, "mean", lengths=self.pool_sizes, unsafe=True)
             features_ND = torch.cat([features_ND, means.to(features_ND.dtype)])
         return features_ND[self.slot_source_N]
 
@@ -97,7 +103,7 @@ class SftBatch:
     def to(self, device: torch.device) -> SftBatch:
         """On a device, in place."""
         for name, value in vars(self).items():
-            if isinstance(value, Tensor):
+            if isinstance(value, (Tensor, Packed)):
                 setattr(self, name, value.to(device, non_blocking=True))
         return self
 
@@ -109,6 +115,7 @@ def pack_rows(
     jitter: int = 0,
     hidden_ratio: float = 0.0,
     generator: torch.Generator | None = None,
+    variable_length: bool = False,
 ) -> SftBatch:
     """Lay examples side by side: one segment per example, positions restarting, right-padded to the longest row."""
     examples = [example for row in rows for example in row]
@@ -126,7 +133,9 @@ def pack_rows(
         )
         shift = gap_RTG.sum(-1)
         positions = positions + (shift[..., None] if positions.ndim == 3 else shift)
-    learned = out["learned"].nonzero()
+    # All indices are made here, in main memory: a mask on a GPU would make the host wait for their number.
+    learned, slots = out["learned"].nonzero(), out["slot"].nonzero()
+    example_M = segment[out["learned"]]
     sources, pools = _sources(examples)
     return SftBatch(
         ids_RT=out["ids"],
@@ -143,9 +152,13 @@ def pack_rows(
         predict_M2=learned - torch.tensor([0, 1]),
         labels_M=out["ids"][out["learned"]],
         examples=len(examples),
+        slot_N2=slots,
+        slot_first_N=~out["slot"][slots[:, 0], slots[:, 1] - 1],
+        opens_E=(example_M.diff(prepend=example_M.new_tensor([-1])) != 0).nonzero()[:, 0],
         pool_source_P=torch.cat(pools) if pools else torch.empty(0, dtype=torch.long),
         pool_sizes=torch.tensor([len(pool) for pool in pools], dtype=torch.long),
         names=[example.name for example in examples],
+        packed=Packed.build(segment) if variable_length else None,
     )
 
 

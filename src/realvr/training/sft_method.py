@@ -21,11 +21,14 @@ from realvr.data.sample import Sample
 from realvr.data.wording import response_text, spelled_out
 from realvr.errors import UserError
 from realvr.imaging.types import ImageInput
+from realvr.training import lanes
 from realvr.training.adapters import Adapters
 from realvr.training.dropping import ENOUGH, Draws, over, too_many
 from realvr.training.examples import Encoder, all_of
 from realvr.training.features import KeptFeatures
+from realvr.training.lanes import Lane
 from realvr.training.method import Method, Run
+from realvr.training.metrics import on_device
 from realvr.training.settings import SftSettings, TrainSettings
 from realvr.training.sft_batch import SftBatch, SftExample, pack_rows
 from realvr.training.sources import TrainingData
@@ -40,7 +43,7 @@ WINDOW = 64  # examples considered together when rows are packed; their pixels a
 class PackedConfig(EvidenceConfig):
     """Packed rows."""
 
-    may_change: ClassVar[tuple[str, ...]] = ("gradient_checkpointing", "allow_no_evidence")
+    may_change: ClassVar[tuple[str, ...]] = ("gradient_checkpointing", "variable_length", "allow_no_evidence")
     pack_tokens: int = Field(default=4096, ge=1)
     """Length of a packed row; no example is longer."""
     position_jitter: int = Field(default=0, ge=0)
@@ -55,6 +58,10 @@ class PackedConfig(EvidenceConfig):
     out in the same form. Not in the paper."""
     gradient_checkpointing: bool = True
     """Recompute the decoder layers in the backward pass instead of keeping their activations. Exact."""
+    variable_length: bool = False
+    """Attend inside each example of a packed row by itself instead of through a mask over the whole row: the same
+    numbers up to rounding, with less work. Rows whose image is hidden from text, and models whose image tokens attend
+    both ways (Gemma 3), keep the mask."""
     allow_no_evidence: bool = False
     """Train with latents although no row has an evidence box. The latents then learn nothing."""
 
@@ -71,11 +78,13 @@ class EncodedSamples:
 
     def __init__(self, samples: Mixture[Sample], encoder: Encoder, settings: TrainSettings) -> None:
         self.samples, self.encoder, self.settings = samples, encoder, settings
+        self.draws = Draws()
 
     def __iter__(self) -> Iterator[SftExample]:
-        fruitless, draws = 0, self.encoder.draws
+        fruitless, draws = 0, self.draws
         for sample in self.samples:
             draws.drawn += 1
+            self.encoder.draws = draws
             example = self.encoder.sequence(sample)
             if example is not None:
                 fruitless = 0
@@ -89,17 +98,32 @@ class EncodedSamples:
     def state_dict(self) -> dict[str, Any]:
         """Position in the data, with the counts of rows that were left out."""
         # With the counts: rows of a window that is filled again after a kill are drawn again too.
-        return {**self.samples.state_dict(), "counts": self.encoder.draws.state_dict()}
+        return {**self.samples.state_dict(), "counts": self.draws.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a checkpoint was written."""
         self.samples.load_state_dict(state)
         if "counts" in state:  # not in checkpoints of earlier versions
-            self.encoder.draws.load_state_dict(state["counts"])
+            self.draws.load_state_dict(state["counts"])
+
+
+class PackedLane:
+    """Packed rows of one lane."""
+
+    def __init__(self, lane: Lane, source: EncodedSamples, budget: int) -> None:
+        self.lane, self.source = lane, source
+        self.stream = PackedStream(source, len, budget, WINDOW)
+        self._rows: Iterator[Any] | None = None
+
+    def take(self, size: int) -> list[list[Sequence[SftExample]]]:
+        """The rows of the next step, cut into microbatches."""
+        self._rows = self._rows or iter(self.stream)
+        rows = [next(self._rows).items for _ in range(self.lane.rows)]
+        return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
 class PackedMethod(Method[SftSettings, PC, SftBatch]):
-    """One optimizer step is ``optim.batch`` packed rows, dealt out over the ranks; packing is done by each rank."""
+    """One optimizer step is ``optim.batch`` packed rows. Each rank packs its own (`Lane`)."""
 
     stage = "sft"
     auxiliary: int = 0
@@ -115,34 +139,58 @@ class PackedMethod(Method[SftSettings, PC, SftBatch]):
         c, settings = self.config, run.settings
         self.adapters = Adapters(self.backbone, settings.lora, markers=self.backbone.latents > 0)
         self.backbone.spell_out = c.spell_out
+        if c.variable_length and self.backbone.two_way_images and run.ranks.rank == 0:
+            family = self.backbone.family.name
+            print(f"realvr: note: {family} keeps the mask of packed rows: its images attend both ways", file=sys.stderr)
         respond = spelled_out if c.spell_out else response_text
         keep = settings.data.keep_encoded
         self.encoder = Encoder(self.backbone, c.pack_tokens, keep, respond, c, self.auxiliary)
-        self.draws = self.encoder.draws
-        self.samples = run.data.mixture(settings, run.ranks.rank, run.ranks.world)
-        encoded = EncodedSamples(self.samples, self.encoder, settings)
-        self.stream = PackedStream(encoded, len, c.pack_tokens, WINDOW)
-        self._rows: Iterator[Any] | None = None
+        self._open(run.ranks.world)
+
+    def _open(self, count: int) -> None:
+        """Begin to read the lanes of this rank."""
+        self.lanes: list[PackedLane] = []
+        for lane in lanes.lanes_of(self.ranks, self.settings.optim, count):
+            samples = self.data.mixture(self.settings, lane.number, count)
+            encoded = EncodedSamples(samples, self.encoder, self.settings)
+            self.lanes.append(PackedLane(lane, encoded, self.config.pack_tokens))
+        self._count()
+
+    def _count(self) -> None:
+        """Sum up what was drawn; one lane counts by itself."""
+        own = [each.source.draws for each in self.lanes if each.lane.counts]
+        self.draws = own[0] if len(own) == 1 else Draws()
+        for draws in own if len(own) > 1 else ():
+            self.draws.add(draws)
 
     # ------------------------------------------------------------------ the words of `collect`
 
-    def take_rows(self) -> list[list[Sequence[SftExample]]]:
-        """This rank's packed rows of the next step, cut into microbatches."""
-        data, size = self.settings.data, self.settings.optim.microbatch
-        if self._rows is None:
-            if (data.workers or data.keep_features) and not self.encoder.kept:
-                self.encoder.encode_all(all_of(self.samples), data.workers, sequences=True)
-                if data.keep_features:
-                    self.features.fill(self.encoder.images())
-            self._rows = iter(self.stream)
-        rows = [next(self._rows).items for _ in range(self.share)]
-        return [rows[i : i + size] for i in range(0, len(rows), size)]
+    def take(self, step: int) -> list[SftBatch]:
+        """This rank's microbatches of the next step: packed rows, still in main memory."""
+        data = self.settings.data
+        if (data.workers or data.keep_features) and not self.encoder.kept:
+            self.encoder.encode_all(all_of(self.lanes[0].source.samples), data.workers, sequences=True)
+            if data.keep_features:
+                self.features.fill(self.encoder.images())
+        found: list[SftBatch] = []
+        for each in self.lanes:
+            generator = each.lane.generator(self.settings.run.seed, step)
+            # Those of other ranks as well: the random numbers of a lane come one after the other.
+            made = [self.pack(rows, generator) for rows in each.take(self.settings.optim.microbatch)]
+            found += made[each.lane.own]
+        self._count()
+        return found
 
     def pack(self, rows: Sequence[Sequence[SftExample]], generator: torch.Generator) -> SftBatch:
         """Rows as tensors, still in main memory."""
         c = self.config
         return pack_rows(
-            self.backbone, rows, jitter=c.position_jitter, hidden_ratio=c.hide_image_ratio, generator=generator
+            self.backbone,
+            rows,
+            jitter=c.position_jitter,
+            hidden_ratio=c.hide_image_ratio,
+            generator=generator,
+            variable_length=c.variable_length,
         )
 
     def encode_images(self, images: tuple[ImageInput, ...]) -> VisualTokens:
@@ -152,23 +200,20 @@ class PackedMethod(Method[SftSettings, PC, SftBatch]):
     def target_states(self, hidden_RTD: Tensor, b: SftBatch) -> tuple[Tensor, Tensor]:
         """What is trained to be each target (N, D), and which come first in their span (N,)."""
         # One position before each slot, which is never in column 0.
-        return hidden_RTD[b.slot_RT.roll(-1, dims=1)], ~b.slot_RT.roll(1, dims=1)[b.slot_RT]
-
-    def generator(self, step: int) -> torch.Generator:
-        """Random numbers of a step on this rank."""
-        return torch.Generator().manual_seed((self.settings.run.seed * 1_000_003 + step) * 4099 + self.ranks.rank)
+        row_N, column_N = b.slot_N2.unbind(-1)
+        return hidden_RTD[row_N, column_N - 1], b.slot_first_N
 
     def total(self, *own: float) -> list[float]:
         """Counts over all ranks, at least 1: what the losses of the step are divided by."""
         return [max(float(sum(each)), 1.0) for each in zip(*self.ranks.gather_objects(own), strict=True)]
 
     def row_metrics(self, batches: Sequence[SftBatch]) -> Metrics:
-        """How full the rows are, and how many examples they hold."""
+        """How full the rows are, and how many examples they hold. Call it while they are in main memory."""
         device = self.backbone.device
         one = torch.ones((), device=device)
-        used = torch.tensor(float(sum(int(batch.real_RT.sum()) for batch in batches)), device=device)
-        room = torch.tensor(float(sum(batch.real_RT.numel() for batch in batches)), device=device)
-        examples = torch.tensor(float(sum(batch.examples for batch in batches)), device=device)
+        used = on_device(float(sum(int(batch.real_RT.sum()) for batch in batches)), device)
+        room = on_device(float(sum(batch.real_RT.numel() for batch in batches)), device)
+        examples = on_device(float(sum(batch.examples for batch in batches)), device)
         return {
             "data/row_fill": (used, room),
             "data/examples_per_rank": (examples, one),
@@ -180,12 +225,20 @@ class PackedMethod(Method[SftSettings, PC, SftBatch]):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"stream": self.stream.state_dict()}
+        found = {each.lane.number: {"stream": each.stream.state_dict()} for each in self.lanes}
+        return lanes.rank_state(found, self.lanes[0].lane.lanes, self.ranks.world)
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.stream.load_state_dict(state["stream"])
-        self._rows = None
+        found, count = lanes.own_states(state, self.ranks.rank, self.ranks.world)
+        self._open(count)
+        for each in self.lanes:
+            each.stream.load_state_dict(found[each.lane.number]["stream"])
+        self._count()
+
+    @override
+    def redistribute(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return lanes.redistribute(states, self.ranks, self.settings.optim)
 
     @override
     def export(self, directory: Path) -> None:

@@ -23,6 +23,7 @@ from realvr.data.sample import Sample
 from realvr.errors import UserError
 from realvr.hub.datasets import find, is_hub
 from realvr.runs.progress import Bar
+from realvr.training.agreement import data_facts, refuse_differences
 from realvr.training.held_out import held_out_questions, note_training_on
 from realvr.training.records import DATA_FILE
 
@@ -102,6 +103,7 @@ def training_data(settings: TrainSettings, ranks: Ranks) -> TrainingData:
     files = [path for _, _, report in lists for path in report.files if path.is_file()] if first else []
     files += [Path(source.path) for source in data.sources if first and Path(source.path).is_file()]
     hashes = census.hash_files(list(dict.fromkeys(files)), _known_hashes(settings.run.out))
+    refuse_differences(ranks, data_facts(kept) if ranks.world > 1 else {})
     held_out = held_out_questions(settings.validation)
     if held_out is not None and first:
         note_training_on(held_out, data, kept)

@@ -11,19 +11,17 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import model_validator
 
 from realvr.data import reasons
-from realvr.data.boxes import before_each_reply, center_token, prompt_boxes, target_tokens, unshown_box, with_area
-from realvr.data.sample import Box, Sample
+from realvr.data.boxes import before_each_reply, prompt_boxes, unshown_box, with_area
+from realvr.data.sample import Sample
+from realvr.data.targets import Tokens, as_evidence, fixed
 from realvr.imaging.types import Grid
 from realvr.training.sections import MethodConfig
 
 TOO_MANY_BOXES = "too_many_boxes"
 SEVERAL_IMAGES = "boxes_on_several_images"
-Tokens = NDArray[np.int64]
 
 
 class EvidenceConfig(MethodConfig):
@@ -100,67 +98,13 @@ def spans(config: EvidenceConfig, sample: Sample, grids: Sequence[Grid], latents
         shown = [grids[index] for index in part.shown]
         boxes = with_area(prompt_boxes(part)) if latents else []
         if config.span == "fixed":
-            own = _fixed(config, boxes, given, shown, starts, latents, found.pools)
+            whole = config.without_boxes == "whole-image"
+            own = fixed(boxes, given, shown, starts, latents, found.pools, target=config.target, whole_image=whole)
         else:
-            own = _as_evidence(boxes, given, shown, starts)
+            own = as_evidence(boxes, given, shown, starts)
         found.targets.append(own)
     return found
 
 
 def _in_given_order(config: EvidenceConfig, sample: Sample) -> bool:
     return config.evidence_order == "given" and sample.ordered
-
-
-def _as_evidence(boxes: list[Box], given: bool, grids: Sequence[Grid], starts: Sequence[int]) -> Tokens:
-    """Every visual token of the evidence, once; box by box where the order is the ``given`` one."""
-    if given:
-        found = [target_tokens([box.xyxy], grids[box.image]) + starts[box.image] for box in boxes]
-    else:
-        own = [[box.xyxy for box in boxes if box.image == place] for place in range(len(grids))]
-        found = [target_tokens(each, grids[place]) + starts[place] for place, each in enumerate(own) if each]
-    tokens = np.concatenate(found) if found else np.empty(0, dtype=np.int64)
-    _, first = np.unique(tokens, return_index=True)
-    return tokens[np.sort(first)]
-
-
-def _fixed(
-    config: EvidenceConfig,
-    boxes: list[Box],
-    given: bool,
-    grids: Sequence[Grid],
-    starts: Sequence[int],
-    latents: int,
-    pools: list[Tokens],
-) -> Tokens:
-    """K targets, one for each box and the last repeated; adds to ``pools``."""
-    visual = starts[-1]
-
-    def pooled(tokens: Tokens) -> int:
-        if len(tokens) == 1:
-            return int(tokens[0])
-        pools.append(tokens)
-        return visual + len(pools) - 1
-
-    def center(box: Box) -> int:
-        return starts[box.image] + (center_token(box.xyxy, grids[box.image]) or 0)
-
-    if not boxes:
-        whole = config.without_boxes == "whole-image" and latents and grids
-        targets = [pooled(np.arange(starts[len(grids)], dtype=np.int64))] * latents if whole else []
-        return np.array(targets, dtype=np.int64)
-    order = _thinned(boxes if given else sorted(boxes, key=center), latents)
-    if config.target == "center":
-        targets = [center(box) for box in order]
-    else:
-        targets = [pooled(target_tokens([box.xyxy], grids[box.image]) + starts[box.image]) for box in order]
-    return np.array([*targets, *[targets[-1]] * (latents - len(targets))], dtype=np.int64)
-
-
-def _thinned(boxes: list[Box], most: int) -> list[Box]:
-    """At most ``most`` boxes at even distances, the first and the last among them (of one: the last)."""
-    if len(boxes) <= most:
-        return boxes
-    if most == 1:
-        return boxes[-1:]
-    last, gaps = len(boxes) - 1, most - 1
-    return [boxes[(2 * number * last + gaps) // (2 * gaps)] for number in range(most)]

@@ -11,6 +11,7 @@ equal one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -66,6 +67,10 @@ class Task(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave."""
+        ...
+
+    def redistribute(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The state of this rank, from those of all ranks of a checkpoint that another number of them has written."""
         ...
 
     def export(self, directory: Path) -> None:

@@ -13,7 +13,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -31,6 +31,8 @@ from realvr.evaluation.processes import Ranks as EvaluationRanks
 from realvr.evaluation.questions import Questions
 from realvr.evaluation.records import PREDICTIONS, Prediction, read_predictions
 from realvr.evaluation.runner import EvalSettings, evaluate
+from realvr.latent.fast import FastDecode, fast_decode
+from realvr.latent.modes import FastMode
 from realvr.latent.sampling import ANSWER_END, Sampling
 from realvr.latent.span import prefill, score, span_tokens, think
 from realvr.runs.progress import busy
@@ -56,8 +58,8 @@ class HasBackbone(Protocol):
 class CurrentModel(ModelResponder):
     """The model of a run, which has the span that it is being taught."""
 
-    def __init__(self, backbone: Backbone, sampling: Sampling, latents: int) -> None:
-        super().__init__(backbone, sampling, name=NAME)
+    def __init__(self, backbone: Backbone, sampling: Sampling, latents: int, fast: FastDecode | None = None) -> None:
+        super().__init__(backbone, sampling, name=NAME, fast=fast)
         self._latents = latents
 
     @property
@@ -178,6 +180,12 @@ class Validation:
         engine = self.engine
         return EvaluationRanks() if engine.lockstep else _Shares(engine.rank, engine.world, engine=engine)
 
+    def _fast(self) -> FastDecode | None:
+        """As rollouts are decoded, with buffers that go with the validation. In lockstep ranks must not decide for
+        themselves whether there is room for them."""
+        mode: FastMode = getattr(getattr(self.settings, "method", None), "fast_decode", "off")
+        return None if self.engine.lockstep else fast_decode(self.backbone, mode, sharded=self.engine.shards)
+
     def _evaluated(self) -> tuple[list[Prediction], dict[str, Any]]:
         """Predictions of all questions, and the effects that they amount to."""
         engine, asked = self.engine, self.settings.validation
@@ -186,7 +194,7 @@ class Validation:
         if writes:
             shutil.rmtree(folder, ignore_errors=True)  # of a validation that was killed
         engine.barrier()
-        responder = CurrentModel(self.backbone, self.sampling, self.latents)
+        responder = CurrentModel(self.backbone, self.sampling, self.latents, self._fast())
         chosen = EvalSettings(latents=(self.latents,), ablation=self.effects)
         summary = evaluate(
             responder,
@@ -213,8 +221,9 @@ class Validation:
         size, samples, shares = self.settings.validation.batch, self.questions.samples, self._shares()
         batches = [samples[place : place + size] for place in range(0, len(samples), size)]
         own: dict[str, float] = {}
-        for asked in prefetch(batches[shares.rank :: shares.world], self.loader):
-            own |= self._batch_losses(asked)
+        with closing(prefetch(batches[shares.rank :: shares.world], self.loader, processes=shares.world)) as loaded:
+            for asked in loaded:
+                own |= self._batch_losses(asked)
         if self.engine.lockstep:
             return own
         return {name: loss for part in self.engine.gather_objects(own) for name, loss in part.items()}

@@ -1,4 +1,4 @@
-"""Engines: how the processes of a run train together. `start_engine` chooses; `protocol.py` is the contract."""
+"""Engines: how the processes of a run train together. `start_engine` starts one; `protocol.py` is the contract."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import os
 from realvr.errors import UserError, require
 from realvr.registry import Registry
 from realvr.training.engine.protocol import Engine, Ranks
+from realvr.training.engine.settings import EngineSettings, read_engine
 
-__all__ = ["ENGINES", "Engine", "Ranks", "start_engine"]
+__all__ = ["ENGINES", "Engine", "EngineSettings", "Ranks", "engine_settings", "start_engine"]
 
 _PACKAGE = "realvr.training.engine"
 ENGINES: Registry[Engine] = Registry("engine", Engine, _PACKAGE, ("title",))  # type: ignore[type-abstract]
@@ -22,29 +23,32 @@ LAUNCHER_FLAGS = {
 """Variables by which ``accelerate launch`` and its configuration file ask for an engine other than DDP."""
 
 
-def start_engine(cpu: bool = False) -> Engine:
-    """The engine that the launcher asks for; DDP, or one process, where it asks for none.
+def start_engine(cpu: bool = False, engine: str = "ddp") -> Engine:
+    """Join the processes that the launcher has started, under the engine that the settings name.
 
-    An engine that does not exist is refused: accelerate would wrap the model in it, and the run would hang or train
-    something else.
+    A launcher that asks for another engine is refused: accelerate would wrap the model in it, and the run would hang or
+    train something else.
     """
+    settings = engine_settings(engine)
+    chosen = ENGINES.get(settings.type)
     flag = next((flag for flag in LAUNCHER_FLAGS if _truthy(os.environ.get(flag, ""))), None)
-    fitting = [engine for engine in ENGINES if engine.launcher_flag == flag]
-    if len(fitting) > 1:
+    if flag not in (None, chosen.launcher_flag):
+        if int(os.environ.get("RANK", "0")):  # one line, not one per process
+            raise SystemExit(2)
+        fitting = next((each.name for each in ENGINES if each.launcher_flag == flag), None)
+        other = f", or give --engine {fitting}" if fitting else ""
         raise UserError(
-            f"two engines want to start here: {' and '.join(engine.name for engine in fitting)}; remove one"
+            f"the launcher's configuration asks for {LAUNCHER_FLAGS[str(flag)]} ({flag}={os.environ[str(flag)]}), but "
+            f"this run's engine is {chosen.name}: start with --processes or torchrun{other}"
         )
-    if fitting:
-        require(fitting[0].packages, "train", "training")
-        return fitting[0](cpu)
-    if int(os.environ.get("RANK", "0")):  # one line, not one per process
-        raise SystemExit(2)
-    offered = "; ".join(engine.title for engine in ENGINES)
-    raise UserError(
-        f"the launcher's configuration asks for {LAUNCHER_FLAGS[str(flag)]} ({flag}={os.environ[str(flag)]}), which is "
-        f"not implemented here ({offered}): start with torchrun, or set distributed_type to MULTI_GPU in the "
-        "configuration of accelerate"
-    )
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # a collective that times out aborts the process
+    require(chosen.packages, chosen.extra, f"engine {chosen.name}")
+    return chosen(cpu, settings)
+
+
+def engine_settings(engine: str) -> EngineSettings:
+    """What an engine file says, or the packaged one of this name."""
+    return read_engine(engine, {each.name: each.Config for each in ENGINES})
 
 
 def _truthy(value: str) -> bool:

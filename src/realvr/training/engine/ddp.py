@@ -1,17 +1,17 @@
 """One process, or several with the whole model on each (DistributedDataParallel), through accelerate.
 
 Weights and computation have the type the model was loaded with; there is no autocast. Gradients have the type of their
-parameters and are accumulated in it. ``optim.master_weights`` keeps 32-bit copies in the optimizer.
+parameters and are accumulated in it. ``optim.master_weights`` keeps 32-bit copies in the optimizer. One process adds
+gradients of linear layers straight to ``.grad`` (``optim.gradients``); several hand their sums to DDP.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +19,31 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from realvr.training.engine.protocol import Engine, T
+from realvr.training.engine.accelerated import Accelerated
+from realvr.training.engine.protocol import Engine, trained_of
+from realvr.training.engine.settings import DDPSettings, EngineSettings
 from realvr.training.engine.whole import estimate_whole, load_whole, save_whole
+from realvr.training.gradients import Deferral, defer_gradients
 from realvr.training.metrics import Metrics
 from realvr.training.optimizer import build_optimizer
 from realvr.training.sections import OptimSettings
 
 
-class DDP(Engine):
+class DDP(Accelerated, Engine):
     """Gradients are accumulated by hand and averaged over ranks by the last backward pass."""
 
     name = "ddp"
     title = "one process, or several with DDP"
+    Config = DDPSettings
     packages = ("accelerate",)
+    elastic = True
     lockstep = False
 
-    def __init__(self, cpu: bool = False) -> None:
+    def __init__(self, cpu: bool = False, settings: EngineSettings | None = None) -> None:
         from accelerate import Accelerator
-        from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
+        from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs
+
+        self.settings = settings or DDPSettings()
 
         # Buffers are constants (rotary frequencies): broadcasting them before every pass would cost time and, with two
         # passes before a backward, change tensors that autograd has saved.
@@ -47,63 +54,27 @@ class DDP(Engine):
             mixed_precision="no",
             dynamo_backend="no",
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-            kwargs_handlers=[ddp],
+            kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=timedelta(seconds=self.settings.timeout))],
         )
         self._wrapped: nn.Module | None = None
         self._optimizer: Any = None
-
-    # ------------------------------------------------------------------ processes
-
-    @property
-    @override
-    def rank(self) -> int:
-        return int(self.accelerator.process_index)
-
-    @property
-    @override
-    def world(self) -> int:
-        return int(self.accelerator.num_processes)
-
-    @property
-    @override
-    def device(self) -> torch.device:
-        return self.accelerator.device
-
-    @override
-    def barrier(self) -> None:
-        self.accelerator.wait_for_everyone()
-
-    @override
-    def gather_objects(self, value: T) -> list[T]:
-        from accelerate.utils import gather_object
-
-        return [value] if self.world == 1 else list(gather_object([value]))
-
-    def exit(self, code: int) -> int:
-        """Several ranks end without interpreter shutdown, which sometimes aborts under gloo."""
-        if self.world == 1:
-            return code
-        self.barrier()
-        torch.distributed.destroy_process_group()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        self._deferral: Deferral | None = None
 
     # ------------------------------------------------------------------ parameters
 
     @override
     def prepare(self, module: nn.Module, optim: OptimSettings) -> None:
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            raise ValueError("no parameter of the module is trainable")
-        optimizer = build_optimizer(module, optim)
+        trained_of(module)
+        self._deferral = defer_gradients(module) if optim.gradients == "deferred" else None
+        optimizer, self._module = build_optimizer(module, optim), module
         with warnings.catch_warnings():
             # accelerate passes the name that older releases of torch know
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*")
             self._wrapped, self._optimizer = self.accelerator.prepare(module, optimizer)
 
     @property
+    @override
     def wrapped(self) -> nn.Module:
-        """The module as accelerate runs it."""
         if self._wrapped is None:
             raise RuntimeError("prepare() comes first")
         return self._wrapped
@@ -111,7 +82,9 @@ class DDP(Engine):
     @property
     @override
     def module(self) -> nn.Module:
-        return self.accelerator.unwrap_model(self.wrapped)
+        if self._wrapped is None:
+            raise RuntimeError("prepare() comes first")
+        return self._module  # accelerate's unwrap_model would import deepspeed wherever it is installed
 
     @override
     def full_parameters(self) -> AbstractContextManager[None]:
@@ -136,7 +109,10 @@ class DDP(Engine):
 
     def backward(self, loss: Tensor) -> None:
         """DDP averages over ranks and the losses of the ranks add up, hence the factor."""
-        self.accelerator.backward(loss * self.world)
+        # Of several ranks, DDP has to see every gradient before it is added.
+        deferral = self._deferral if self.world == 1 else None
+        with nullcontext() if deferral is None else deferral.into_grad():
+            self.accelerator.backward(loss * self.world)
 
     @override
     def gradient_norm(self, clip: float = 0.0) -> float:

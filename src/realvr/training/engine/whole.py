@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from realvr.training.estimate.peak import bytes_of
 from realvr.training.sections import OptimSettings
 from realvr.training.statefile import read_state, read_tensors, write_state, write_tensors
 
 
 def save_whole(directory: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write trained parameters and buffers, and the optimizer's state."""
-    write_tensors(directory / "model.safetensors", dict(_saved(module)))
+    write_tensors(directory / "model.safetensors", dict(saved_tensors(module)))
     write_state(directory / "optimizer", optimizer.state_dict())
 
 
 def load_whole(directory: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Read back what `save_whole` wrote. Another model raises ValueError."""
-    tensors, own = read_tensors(directory / "model.safetensors"), dict(_saved(module))
+    tensors, own = read_tensors(directory / "model.safetensors"), dict(saved_tensors(module))
     saved, needed = ({(name, tuple(tensor.shape)) for name, tensor in each.items()} for each in (tensors, own))
     if saved != needed:
         odd = sorted(saved ^ needed)[0][0]
@@ -35,7 +36,7 @@ def load_whole(directory: Path, module: nn.Module, optimizer: torch.optim.Optimi
             raise ValueError(f"the optimizer holds {sizes} for a parameter of {tuple(parameter.shape)}")
 
 
-def _saved(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Trained parameters (tied ones once) and the buffers that belong to the state."""
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -44,16 +45,9 @@ def _saved(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in kept)
 
 
-def estimate_whole(module: nn.Module, optim: OptimSettings) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer with everything on one device."""
-    held = {"frozen weights": 0, "trained weights": 0, "gradients": 0, "optimizer": 0}
-    for parameter in module.parameters():
-        size = parameter.numel() * parameter.element_size()
-        if not parameter.requires_grad:
-            held["frozen weights"] += size
-            continue
-        held["trained weights"] += size
-        held["gradients"] += size
-        master = optim.master_weights and parameter.element_size() < 4
-        held["optimizer"] += parameter.numel() * 12 if master else 2 * size
-    return held
+def estimate_whole(
+    module: nn.Module, optim: OptimSettings, held_numbers: Callable[[nn.Parameter], int] = nn.Parameter.numel
+) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer on one device, which holds that many numbers of a parameter."""
+    found = ((held_numbers(p), p.element_size(), p.requires_grad) for p in module.parameters())
+    return bytes_of(found, optim.master_weights)

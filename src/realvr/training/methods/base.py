@@ -8,7 +8,8 @@ linear heads that are dropped at export).
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from typing_extensions import override
 from realvr.backbone.backbone import VisualTokens
 from realvr.latent.span import decoder_pass, token_logprobs
 from realvr.maths import evidence, reconstruction
+from realvr.training import lanes
 from realvr.training.base_rows import BaseBatch, BaseRows, Place
 from realvr.training.dropping import Draws
 from realvr.training.method import Method, Run, Term
@@ -67,15 +69,20 @@ class Base(Method[BaseSettings, BaseConfig, BaseBatch]):
         backbone, c = self.backbone, self.config
         backbone.model.requires_grad_(True)
         backbone.spell_out = True
-        self.samples = run.data.mixture(run.settings, run.ranks.rank, run.ranks.world)
-        keep = run.settings.data.keep_encoded
-        self.rows = BaseRows(backbone, self.samples, caption_ratio=c.caption_ratio, jitter=c.position_jitter, keep=keep)
+        self._open(run.ranks.world)
+        keep, samples = run.settings.data.keep_encoded, self.samples[0]
+        self.rows = BaseRows(backbone, samples, caption_ratio=c.caption_ratio, jitter=c.position_jitter, keep=keep)
         self.heads = nn.ModuleList(
             nn.Linear(backbone.width, len(names), device=backbone.device, dtype=backbone.dtype)
             for names in self.rows.classes
         )
-        self._position: dict[str, Any] | None = None
         self._prefetched: Generator[Any] | None = None
+
+    def _open(self, count: int) -> None:
+        """Begin to read the lanes of this rank."""
+        self.lanes = lanes.lanes_of(self.ranks, self.settings.optim, count)
+        self.samples = [self.data.mixture(self.settings, lane.number, count) for lane in self.lanes]
+        self._positions: list[dict[str, Any]] | None = None
 
     @override
     def modules(self) -> dict[str, nn.Module]:
@@ -109,9 +116,11 @@ class Base(Method[BaseSettings, BaseConfig, BaseBatch]):
     def terms(self, b: BaseBatch) -> Iterator[Term]:
         c, rows, share = self.config, b.rows, len(b.rows.names) / b.totals["examples"]
         visual = self.backbone.encode_images(rows.images, train=True)
+        if not rows.images:  # the tower has a gradient of zero: ranks must agree on what has one
+            visual = replace(visual, features_ND=visual.features_ND + self._unused_tower())
         hidden = self._read(rows, visual)
         predicting = hidden[rows.predict_M2[:, 0], rows.predict_M2[:, 1]]
-        logp, _ = token_logprobs(self.backbone, predicting, rows.labels_M)
+        logp, _ = token_logprobs(self.backbone, predicting, rows.labels_M, entropy=False)
         answers = reconstruction.next_token(logp, ~b.caption_M, b.totals["next_token"])
         yield Term("next_token", c.next_token_weight, answers, share)
         captions = reconstruction.next_token(logp, b.caption_M, b.totals["caption"])
@@ -121,6 +130,10 @@ class Base(Method[BaseSettings, BaseConfig, BaseBatch]):
         yield Term("feature_norm", c.feature_norm_weight, norms, share)
         alike = _likeness(visual) / b.totals["images"] if c.spread_weight else norms * 0
         yield Term("spread", c.spread_weight, alike, share)
+
+    def _unused_tower(self) -> Tensor:
+        own = (p for module in self.backbone.vision_modules() for p in module.parameters() if p.requires_grad)
+        return torch.stack([parameter.sum() * 0.0 for parameter in own]).sum()
 
     def _read(self, rows: SftBatch, visual: VisualTokens) -> Tensor:
         embeds = self.backbone.embed(rows.ids_RT.masked_fill(rows.image_RT, 0))
@@ -154,40 +167,61 @@ class Base(Method[BaseSettings, BaseConfig, BaseBatch]):
             if data.workers and data.keep_encoded and not self.rows.kept:
                 self.rows.encode_all(data.workers)
             self._prefetched = prefetch(self._make, self._orders(step), data.workers)
-        for (position, _), made in self._prefetched:
-            self._position = position
+        for (positions, _), made in self._prefetched:
+            self._positions = positions
             yield made
 
-    def _orders(self, step: int) -> Iterator[tuple[dict[str, Any], tuple[int, list[Place]]]]:
-        """Per step: where the data stands after it, and what it is made of."""
-        places = self.samples.places()
+    def _orders(self, step: int) -> Iterator[tuple[list[dict[str, Any]], tuple[int, list[list[Place]]]]]:
+        """Per step: where the data stands after it, and what it is made of, lane by lane."""
+        places = [samples.places() for samples in self.samples]
         while True:
-            drawn = [next(places) for _ in range(self.share)]
-            yield self.samples.state_dict(), (step, drawn)
+            drawn = [[next(each) for _ in range(lane.rows)] for lane, each in zip(self.lanes, places, strict=True)]
+            yield [samples.state_dict() for samples in self.samples], (step, drawn)
             step += 1
 
-    def _make(self, order: tuple[int, list[Place]]) -> tuple[list[BaseBatch], Draws]:
+    def _make(self, order: tuple[int, list[list[Place]]]) -> tuple[list[BaseBatch], Draws]:
         """Encode and lay out one step; and which of its rows cannot be used. May run in another process."""
         step, drawn = order
-        generator = torch.Generator().manual_seed((self.settings.run.seed * 1_000_003 + step) * 4099 + self.ranks.rank)
-        made = self.rows.batches(step, drawn, self.settings.optim.microbatch, generator)
+        found: list[BaseBatch] = []
+        counted = Draws()
+        for lane, places in zip(self.lanes, drawn, strict=True):
+            generator = lane.generator(self.settings.run.seed, step)
+            found += self.rows.batches(step, places, self.settings.optim.microbatch, generator)[lane.own]
+            if lane.counts:
+                counted.add(self.rows.encoder.draws)
         if self.settings.data.workers:
-            for batch in made:
+            for batch in found:
                 batch.rows.stack_images()
-        return made, self.rows.encoder.draws
+        return found, counted
 
     # ------------------------------------------------------------------ state
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"samples": self._position or self.samples.state_dict(), "draws": self.draws.state_dict()}
+        positions = self._positions or [samples.state_dict() for samples in self.samples]
+        keeper = next((lane for lane in self.lanes if lane.counts), None)  # of the draws of all lanes of this rank
+        found = {
+            lane.number: {"samples": position, "draws": (self.draws if lane is keeper else Draws()).state_dict()}
+            for lane, position in zip(self.lanes, positions, strict=True)
+        }
+        return lanes.rank_state(found, self.lanes[0].lanes, self.ranks.world)
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.close()
-        self.samples.load_state_dict(state["samples"])
-        self.draws.load_state_dict(state.get("draws", {"rejected": {}}))
-        self._position = None
+        found, count = lanes.own_states(state, self.ranks.rank, self.ranks.world)
+        self._open(count)
+        self.draws = Draws()
+        for lane, samples in zip(self.lanes, self.samples, strict=True):
+            samples.load_state_dict(found[lane.number]["samples"])
+            draws = Draws()
+            draws.load_state_dict(found[lane.number].get("draws", {"rejected": {}}))
+            if lane.counts:
+                self.draws.add(draws)
+
+    @override
+    def redistribute(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return lanes.redistribute(states, self.ranks, self.settings.optim)
 
     def close(self) -> None:
         """End the worker processes."""

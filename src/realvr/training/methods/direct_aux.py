@@ -51,9 +51,7 @@ class DirectAux(LvrSft):
 
     def target_states(self, hidden_RTD: Tensor, b: SftBatch) -> tuple[Tensor, Tensor]:
         """What the head makes of the last state of each prompt, target by target."""
-        row_M, column_M = b.predict_M2.unbind(-1)
-        example_M = b.segment_RT[row_M, column_M]
-        opens_M = example_M.diff(prepend=example_M.new_tensor([-1])) != 0  # predicts the first token of a response
-        read_EKD = self.head(hidden_RTD[row_M[opens_M], column_M[opens_M]]).unflatten(-1, (self.auxiliary, -1))
+        row_E, column_E = b.predict_M2[b.opens_E].unbind(-1)  # each predicts the first token of a response
+        read_EKD = self.head(hidden_RTD[row_E, column_E]).unflatten(-1, (self.auxiliary, -1))
         number_N = torch.arange(len(b.slot_example_N), device=hidden_RTD.device) % self.auxiliary
         return read_EKD[b.slot_example_N, number_N], number_N == 0

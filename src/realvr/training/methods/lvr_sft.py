@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from realvr.latent.span import decoder_pass, token_logprobs
 from realvr.maths import reconstruction
+from realvr.maths.precision import masked
 from realvr.training.method import Term
+from realvr.training.metrics import on_device
 from realvr.training.sft_batch import SftBatch
 from realvr.training.sft_method import PackedConfig, PackedMethod
 from realvr.training.task import Collected, Metrics
@@ -46,16 +48,16 @@ class LvrSft(PackedMethod[LvrSftConfig]):
 
     def collect(self, step: int) -> Collected[SftBatch]:
         """Packed rows, and the counts of the whole step that its losses are divided by."""
-        generator = self.generator(step)
-        batches = [self.pack(rows, generator) for rows in self.take_rows()]
+        batches = self.take(step)
         tokens, targets = self.total(
             sum(len(batch.labels_M) for batch in batches),
             sum(len(batch.slot_example_N.unique()) for batch in batches),
         )
+        metrics = self.row_metrics(batches)
         for batch in batches:
             batch.tokens_total, batch.targets_total = tokens, targets
             batch.to(self.backbone.device)
-        return Collected(batches, self.row_metrics(batches))
+        return Collected(batches, metrics)
 
     def terms(self, b: SftBatch) -> Iterator[Term]:
         """``next_token + reconstruction_weight * reconstruction``, by one teacher-forced pass."""
@@ -78,9 +80,11 @@ class LvrSft(PackedMethod[LvrSftConfig]):
             image_visibility_BT=b.image_visibility_RT,
             image_BT=b.image_RT if b.images else None,
             deepstack=visual.deepstack,
+            packed=b.packed,
             checkpointed=c.gradient_checkpointing,
         )
-        logp_M, _ = token_logprobs(backbone, hidden_RTD[b.predict_M2[:, 0], b.predict_M2[:, 1]], b.labels_M)
+        predicting_MD = hidden_RTD[b.predict_M2[:, 0], b.predict_M2[:, 1]]
+        logp_M, _ = token_logprobs(backbone, predicting_MD, b.labels_M, entropy=False)
         next_token = reconstruction.next_token(logp_M, denominator=b.tokens_total)
         yield Term("next_token", 1.0, next_token, len(b.labels_M) / b.tokens_total)
         states_ND, first_N = self.target_states(hidden_RTD, b)
@@ -99,7 +103,7 @@ def _latent_metrics(states_ND: Tensor, targets_ND: Tensor, first_N: Tensor, b: S
     has_targets = torch.zeros(b.examples, device=device).index_fill(0, b.slot_example_N, 1.0)
     # The first latent of a span alone has seen no evidence yet: it shows whether the model finds it by itself.
     return has_targets.sum() / b.targets_total, {
-        "data/with_targets": (has_targets.sum(), torch.tensor(float(b.examples), device=device)),
-        "latents/cos_target": (cosine.sum(), torch.tensor(float(len(cosine)), device=device)),
-        "latents/cos_first": (cosine[first_N].sum(), first_N.sum().float()),
+        "data/with_targets": (has_targets.sum(), on_device(float(b.examples), device)),
+        "latents/cos_target": (cosine.sum(), on_device(float(len(cosine)), device)),
+        "latents/cos_first": (masked(cosine, first_N).sum(), first_N.sum().float()),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -12,6 +12,7 @@ from torch import Tensor
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.loading import trained_latents
 from realvr.latent.prototypes import Evidence, chosen_boxes, prototypes
+from realvr.latent.recorded_span import RecordedSpan
 from realvr.latent.recurrence import regenerate
 from realvr.latent.span import prefill, score, splice
 from realvr.latent.state import State
@@ -33,6 +34,7 @@ Credit = Literal["paper", "normalised"]
 class ReaLVRConfig(RolloutConfig):
     """Rollouts, policy loss and evidence loss."""
 
+    may_change: ClassVar[tuple[str, ...]] = (*RolloutConfig.may_change, "recorded_span")
     lambda_ev: float = Field(default=0.2, ge=0)
     """Weight of the evidence loss; 0 is LVR-RL."""
     eta: float = Field(default=0.3, ge=0, le=1)
@@ -59,6 +61,9 @@ class ReaLVRConfig(RolloutConfig):
     """Stop the gradient at the weights."""
     on_policy: bool = True
     """Evidence loss on a regenerated trajectory; false: on the saved latents of the rollout."""
+    recorded_span: bool = False
+    """Regenerate the trajectory, and go back through it, as two CUDA graphs, on a GPU where that is possible; not with
+    ``memory`` 'checkpointed'. The same numbers up to rounding."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ReaLVRConfig:
@@ -78,6 +83,7 @@ class _Evidence(RolloutMethod[ReaLVRConfig]):
     def __init__(self, backbone: Backbone, config: ReaLVRConfig) -> None:
         super().__init__(backbone, config)
         self.bank_size = config.bank
+        self.recorded = RecordedSpan(backbone) if config.recorded_span else None
         if not (config.lambda_ev and backbone.latents):
             self.term_names = ("policy",)
 
@@ -130,9 +136,8 @@ class ReaLVR(_Evidence):
         rolled = []
         taken = self.prompts.take()  # in one global order, whatever the number of ranks
         with self.ranks.full_parameters():
-            for prompts in taken:
-                visual = self.backbone.encode_images(prompts.images)  # once
-                rollout = self.rollouts.sample(prompts, visual, step)  # G completions behind one latent trajectory
+            # All together, then cut into microbatches: G completions of each prompt behind one latent trajectory.
+            for prompts, visual, rollout in self.rollouts.sample(taken, step):
                 rewards = self.score(prompts, rollout.completions)
                 latents = self.backbone.latents
                 # p+, from the evidence boxes
@@ -150,8 +155,7 @@ class ReaLVR(_Evidence):
             )
             for each in rolled
         ]
-        for batch in batches:
-            batch.ref_logp_BGS = self.reference_logp(batch)
+        self.compare_with_start(batches)
         self.normalise(batches)
         self.bank.add(everyone)
         return self.keep(batches, rolled)
@@ -161,7 +165,8 @@ class ReaLVR(_Evidence):
         c, backbone, recompute = self.config, self.backbone, self.config.memory != "cached"
         prompt, _ = prefill(backbone, b.batch, b.visual, checkpointed=recompute)
         # Replay: the sampled text behind the latents of the rollout, which are constants.
-        replayed, states_BKD = splice(backbone, prompt, b.latents_BKD, checkpointed=recompute)
+        one = int(c.split_attention)
+        replayed, states_BKD = splice(backbone, prompt, b.latents_BKD, branches=one, checkpointed=recompute)
         logp, entropy = replay(backbone, replayed, b, c, self.forbidden)
         policy = policy_loss(logp, b, c)
         yield Term("policy", 1.0, policy, b.share, policy_metrics(b, logp, entropy, c.clip, c.clip_high))
@@ -170,8 +175,10 @@ class ReaLVR(_Evidence):
         # Think again: the trajectory of today's policy, with gradients through the recurrence.
         after, z_BKD = replayed, states_BKD
         if c.on_policy:
-            after, z_BKD = regenerate(backbone, prompt, b.latents_BKD.shape[1], memory=c.memory)
-        r_BYK = readouts(backbone, after, b, gradient=not c.detach, checkpointed=c.memory == "checkpointed")
+            passes: dict[str, Any] = {"memory": c.memory, "recorded": self.recorded, "whole": not c.detach}
+            after, z_BKD = regenerate(backbone, prompt, b.latents_BKD.shape[1], **passes)
+        options = {"checkpointed": c.memory == "checkpointed", "split": c.split_attention}
+        r_BYK = readouts(backbone, after, b, gradient=not c.detach, **options)
         gamma_BK = slot_credit(r_BYK, b.wrong_BY, c)
         w_BK = slot_weights(gamma_BK, c)
         losses_B = evidence_losses(z_BKD, b, w_BK, c)
@@ -181,11 +188,9 @@ class ReaLVR(_Evidence):
 
 def replay(backbone: Backbone, state: State, b: RlBatch, c: RolloutConfig, forbidden: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the sampled text, and the entropy, under today's policy at the sampling temperature."""
+    options: dict[str, Any] = {"temperature": c.temperature, "forbidden": forbidden, "split": c.split_attention}
     recompute = c.memory != "cached"
-    ids, real = b.ids_BGS, b.real_BGS
-    logp, entropy, _ = score(
-        backbone, state, ids, real, temperature=c.temperature, forbidden=forbidden, checkpointed=recompute
-    )
+    logp, entropy, _ = score(backbone, state, b.ids_BGS, b.real_BGS, checkpointed=recompute, **options)
     return logp, entropy
 
 

@@ -1,0 +1,1 @@
+"""``realvr plan``: memory, time and communication of a training, before anything is rented or downloaded."""

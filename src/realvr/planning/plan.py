@@ -1,0 +1,213 @@
+"""One training on one set of GPUs: whether it fits, how long a step takes, and what would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any
+
+from realvr.families import Stock
+from realvr.latent.modes import is_static
+from realvr.planning.gpus import Gpu, find_gpu, one_of
+from realvr.planning.settings import PlanSettings
+from realvr.planning.speed import communication, link_of, seconds
+from realvr.training.engine import ENGINES, engine_settings
+from realvr.training.estimate import Decoder, Estimate, Setup, Weight, Workload, decoder_of, estimate
+from realvr.training.estimate.peak import GIB
+from realvr.training.estimate.shape import weights_of, with_adapters
+from realvr.training.sections import LoraSettings
+from realvr.zoo.presets import PRESETS, preset_config
+
+MOST = 8192
+"""GPUs up to which a number that fits is searched."""
+VISUAL = {"gemma3": 256, "internvl3": 13 * 256}
+"""Visual tokens of a picture where the family fixes them (InternVL: twelve tiles and the thumbnail)."""
+PAPER_VISUAL = 2560
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found for one backbone."""
+
+    settings: PlanSettings
+    backbone: str
+    gpu: Gpu
+    setup: Setup
+    work: Workload
+    weights: list[Weight]
+    found: Estimate
+    smallest: int | None
+    """Fewest GPUs on which it fits, all else equal."""
+    seconds: dict[str, float]
+    """Of a step; empty where the GPU's rates are not known."""
+    communication: dict[str, float]
+    would: list[str]
+    """Where it does not fit: changes that make it fit."""
+
+    @property
+    def room(self) -> float:
+        """Bytes of a GPU that may be used."""
+        return room_of(self.gpu, self.settings)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits."""
+        return self.found.peak <= self.room
+
+    @property
+    def parameters(self) -> int:
+        """Of the model, adapters included."""
+        return sum(weight.numel * weight.count for weight in self.weights)
+
+    @property
+    def trained(self) -> int:
+        """Of these, how many are trained."""
+        return sum(weight.numel * weight.count for weight in self.weights if weight.trained)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, sizes in GiB."""
+        return {
+            "backbone": self.backbone,
+            "estimate": True,
+            "stage": self.settings.stage,
+            "gpus": self.setup.world,
+            "gpu": asdict(self.gpu),
+            "engine": self.setup.engine,
+            "lora": self.settings.lora,
+            "parameters": self.parameters,
+            "trained_parameters": self.trained,
+            "workload": asdict(self.work),
+            "fits": self.fits,
+            "peak_gib": self.found.peak / GIB,
+            "room_gib": self.room / GIB,
+            "moment": self.found.moment,
+            "parts_gib": {name: size / GIB for name, size in self.found.parts.items()},
+            "moments_gib": {name: sum(parts.values()) / GIB for name, parts in self.found.moments.items()},
+            "rollout_gathers": self.found.gathers,
+            "smallest_gpus": self.smallest,
+            "would_fit": self.would,
+            "communication_gb": {name: size / 1e9 for name, size in self.communication.items()},
+            "seconds": self.seconds or None,
+        }
+
+
+def room_of(gpu: Gpu, settings: PlanSettings) -> float:
+    """Bytes of a GPU that may be used."""
+    return gpu.memory * GIB * (1 - settings.reserve)
+
+
+@cache
+def _model(name: str) -> Stock:
+    """The backbone on the meta device: shapes without weights."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        return AutoModelForImageTextToText.from_config(preset_config(name), dtype=torch.bfloat16)
+
+
+@cache
+def _shapes(name: str, lora: int, markers: bool) -> tuple[Decoder, list[Weight]]:
+    model = _model(name)
+    if lora:
+        return decoder_of(model), with_adapters(model, lora, LoraSettings().targets, markers=markers)
+    return decoder_of(model), weights_of(model, train_decoder=True)
+
+
+def workload(settings: PlanSettings, family: str) -> Workload:
+    """One microbatch of the training."""
+    visual = settings.visual_tokens or VISUAL.get(family, PAPER_VISUAL)
+    rl = settings.stage == "rl"
+    microbatches = (settings.batch or settings.gpus * settings.microbatch) // (settings.gpus * settings.microbatch)
+    answer = settings.answer_tokens or 192
+    static = is_static("auto", "cuda", sharded=setup_of(settings).sharded)
+    return Workload(
+        stage=settings.stage,
+        rows=settings.microbatch,
+        tokens=visual + settings.text_tokens if rl else settings.row_tokens,
+        visual=visual if rl else min(visual, settings.row_tokens),
+        labelled=settings.answer_tokens or 512,
+        latents=settings.latents,
+        group=settings.group,
+        answer=answer,
+        evidence=settings.evidence,
+        memory=settings.memory,
+        microbatches=microbatches,
+        padded=settings.microbatch > 1,
+        together=settings.rollout_batch,
+        static=answer if rl and static else 0,
+    )
+
+
+def setup_of(settings: PlanSettings) -> Setup:
+    """How the engine spreads the model."""
+    return Setup.of(engine_settings(settings.engine), settings.gpus, settings.master_weights)
+
+
+def _estimate(settings: PlanSettings, name: str, gpu: Gpu) -> Estimate:
+    decoder, weights = _shapes(name, settings.lora, settings.stage == "sft")
+    room = room_of(gpu, settings)
+    return estimate(decoder, weights, workload(settings, PRESETS[name].family), setup_of(settings), room)
+
+
+def plan(settings: PlanSettings) -> list[Plan]:
+    """The plan for one backbone, or for all."""
+    gpu = find_gpu(settings.gpu, settings.gpu_memory)
+    setup_of(settings)  # refuses an odd engine file before any model is built
+    names = list(PRESETS) if settings.backbone == "all" else [one_of(settings.backbone, PRESETS, "--backbone")]
+    return [_plan(settings, name, gpu) for name in names]
+
+
+def _plan(settings: PlanSettings, name: str, gpu: Gpu) -> Plan:
+    decoder, weights = _shapes(name, settings.lora, settings.stage == "sft")
+    work, setup = workload(settings, PRESETS[name].family), setup_of(settings)
+    found = _estimate(settings, name, gpu)
+    work = replace(work, together=found.together)
+    sent = communication(weights, work, setup, found.gathers)
+    times: dict[str, float] = {}
+    if gpu.flops:
+        times = seconds(decoder, weights, work, setup, gpu)
+        times["communication"] = sum(sent.values()) / link_of(gpu, setup.world)
+    smallest = smallest_number(settings, name, gpu)
+    fits = found.peak <= room_of(gpu, settings)
+    would = [] if fits else list(alternatives(settings, name, gpu, smallest))
+    return Plan(settings, name, gpu, setup, work, weights, found, smallest, times, sent, would)
+
+
+def numbers(per_node: int) -> Iterator[int]:
+    """Numbers of GPUs to try: up to one node, then whole nodes."""
+    yield from range(1, per_node + 1)
+    yield from range(2 * per_node, MOST + 1, per_node)
+
+
+def smallest_number(settings: PlanSettings, name: str, gpu: Gpu) -> int | None:
+    """Fewest GPUs on which it fits with one microbatch each; None where no number does."""
+    room = room_of(gpu, settings)
+    several = workload(settings, PRESETS[name].family).microbatches
+    for count in numbers(gpu.per_node):
+        tried = replace(settings, gpus=count, batch=count * settings.microbatch * several)
+        if _estimate(tried, name, gpu).peak <= room:
+            return count
+    return None
+
+
+def alternatives(settings: PlanSettings, name: str, gpu: Gpu, smallest: int | None) -> Iterator[str]:
+    """Changes that make it fit on these GPUs, or more of them."""
+    room = room_of(gpu, settings)
+    changes: dict[str, dict[str, Any]] = {"--memory checkpointed": {"memory": "checkpointed"}}
+    if settings.microbatch > 1:
+        changes["--microbatch 1"] = {"microbatch": 1}
+    own = setup_of(settings).engine
+    others = [engine for engine in ENGINES.names() if engine != own]
+    changes |= {f"--engine {other}": {"engine": other} for other in others}
+    if not settings.lora:
+        changes["--lora 16"] = {"lora": 16}
+        changes |= {f"--lora 16 --engine {other}": {"lora": 16, "engine": other} for other in others}
+    found = [
+        flags for flags, change in changes.items() if _estimate(replace(settings, **change), name, gpu).peak <= room
+    ]
+    shortest = [flags for flags in found if not any(other != flags and other in flags for other in found)]
+    yield from shortest
+    if smallest is not None and smallest > settings.gpus:
+        yield f"--gpus {smallest}"

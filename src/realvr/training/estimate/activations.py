@@ -1,0 +1,249 @@
+"""Bytes that autograd keeps of a pass through the decoder, and what else is alive in each phase of a step.
+
+Derived from the stock layers: which tensors each operation saves for its backward pass. Nothing here is fitted.
+Letters: t tokens of all rows, D width, F width of the MLP, b bytes of a number.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from realvr.training.estimate.shape import Decoder
+
+Memory = Literal["cached", "checkpointed-prefill", "checkpointed"]
+Gradients = Literal["none", "head", "but a table", "all"]
+"""Of no weight, of the head, of all but one of embedding and head, of all."""
+FOLD_ROWS = 32
+"""Query rows up to which a masked pass does not repeat keys and values (see ``backbone.attention``)."""
+LOGIT_BYTES = 17
+"""Per logit while a chunk passes the head: log-probabilities and three temporary tensors of 32 bits, and one mask."""
+ADAPTED = 7
+"""Linear layers of a dense decoder layer, each with an adapter."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one microbatch of one rank passes through the model, and how."""
+
+    stage: Literal["sft", "rl"]
+    rows: int = 1
+    """Prompts, or packed rows, of a microbatch."""
+    tokens: int = 2709
+    """Of a prompt, visual tokens included; or of a packed row."""
+    visual: int = 2560
+    """Visual tokens of a row."""
+    labelled: int = 512
+    """Tokens of a packed row that are learned."""
+    latents: int = 8
+    group: int = 8
+    answer: int = 192
+    """Tokens of a completion."""
+    evidence: bool = True
+    """Whether the latents are regenerated with gradients (ReaLVR)."""
+    readout: int = 160
+    """Tokens of the answers whose attention is read."""
+    memory: Memory = "checkpointed-prefill"
+    """In Stage 1, everything but ``cached`` recomputes the layers."""
+    microbatches: int = 1
+    """Of one step and rank."""
+    padded: bool = False
+    """Whether rows differ in length, so that a mask is needed."""
+    together: int | None = None
+    """Prompts that are rolled out together; None: as many as fit."""
+    static: int = 0
+    """Tokens of a completion that static buffers have room for (``fast_decode``); 0: there are none."""
+    released: bool = False
+    """Whether they are dropped before training goes on (``release_decode``)."""
+
+    @property
+    def prompts(self) -> int:
+        """Rows of a step on one rank."""
+        return self.rows * self.microbatches
+
+    @property
+    def rollouts(self) -> int:
+        """Groups in which they are rolled out."""
+        return math.ceil(self.prompts / (self.together or self.prompts))
+
+    @property
+    def span(self) -> int:
+        """Columns of the latent span."""
+        return self.latents + 2 if self.latents else 0
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A moment of the step at which memory may be fullest."""
+
+    name: str
+    activations: int
+    gradients: Gradients = "none"
+    """Of which weights a gradient exists by now. In Stage 2 these are autograd's own sums: a weight's gradients of all
+    passes are added up there before they reach ``.grad``."""
+    table: bool = False
+    """Whether one more gradient of the whole embedding table is being made: its lookup gives one per pass."""
+    steps_only: bool = False
+    """Whether no pass but latent steps has gone backward: deferred gradients are not multiplied out yet."""
+
+
+def token_bytes(d: Decoder, adapters: bool) -> int:
+    """Saved per token in one layer, keys and values of the token included."""
+    b, narrow = d.itemsize, d.itemsize < 4
+    wide = 4 if narrow else b
+    scaled = wide if d.wide_norms else b
+    trained = 0 if adapters else 1
+    # A norm keeps its input in 32 bits and, where its weight is trained, the normalised input.
+    norms = d.norms * d.width * (wide + trained * scaled)
+    if d.head_norms:
+        norms += (d.query + d.key) * (wide + trained * scaled)
+    # Queries, keys, values, the output (which is also the input of the next layer), log-sum-exp.
+    attention = b * (2 * d.query + 2 * d.key) + 4 * d.heads
+    # Inputs of linear layers: the two normalised states, 16-bit and once; adapters make a 32-bit copy for each layer.
+    inputs = 2 * b * d.width * trained
+    if adapters:
+        inputs += 4 * (3 * d.width + d.query)
+    if d.experts:
+        k, e = d.experts_per_token, d.ffn
+        inputs += b * d.width * adapters
+        # Gathered input, both halves, their product's factors, output before its weight; indices and router.
+        mlp = k * (b * (trained * d.width + 2 * e + e + trained * e + d.width) + 26) + 4 * d.experts
+    elif adapters:
+        mlp = 3 * b * d.ffn + 4 * (2 * d.width + d.ffn)
+    else:
+        mlp = 4 * b * d.ffn
+    return norms + attention + inputs + mlp
+
+
+def layer_bytes(d: Decoder, rows: int, new: int, past: int, masked: bool, adapters: bool) -> int:
+    """Saved by one layer in a pass over ``new`` columns of each row behind ``past`` ones."""
+    b, length, total = d.itemsize, past + new, rows * new * token_bytes(d, adapters)
+    grouped = d.heads > d.kv_heads
+    repeated = masked and new > FOLD_ROWS and grouped
+    if past or repeated:
+        total += rows * length * 2 * b * (d.query if repeated else d.key)
+    if masked:
+        folds = d.heads // d.kv_heads if grouped and not repeated else 1
+        total += rows * new * folds * length * b
+        if folds > 1:
+            total += rows * new * 2 * b * d.query
+    return total
+
+
+def pass_bytes(
+    d: Decoder,
+    rows: int,
+    new: int,
+    past: int,
+    masked: bool,
+    adapters: bool,
+    recomputed: bool,
+    keys_only: bool = False,
+) -> int:
+    """Kept by a whole pass until its backward: everything, or only the inputs of the layers and what other passes read
+    (keys and values). ``keys_only``: nothing but these is read, so that the last layer has no more to keep."""
+    tokens, b = rows * new, d.itemsize
+    wide = 4 if b < 4 else b
+    ends = tokens * (d.width * (wide + 2 * b) + 2 * b * d.head_dim + 8) + rows * new * (past + new) * masked
+    if d.wide_norms:  # Gemma: the last norm keeps its 32-bit product, and windows have rotary tables of their own
+        ends += tokens * (d.width * wide + 2 * b * d.head_dim)
+    layers = d.layers - 1 if keys_only else d.layers
+    if keys_only:
+        ends = tokens * d.width * (wide + 2 * b)
+    if recomputed:
+        return d.layers * tokens * b * (d.width + 2 * d.key) + (0 if keys_only else ends)
+    return layers * layer_bytes(d, rows, new, past, masked, adapters) + ends
+
+
+def backward_bytes(d: Decoder, tokens: int, adapters: bool) -> int:
+    """Gradients of activations that are alive while one layer goes backward."""
+    k = max(d.experts_per_token, 1)
+    wide = (4 if adapters else 0) * d.ffn * k
+    return tokens * (d.itemsize * (d.ffn * k + 2 * d.width) + wide)
+
+
+def vision_bytes(d: Decoder, visual: int) -> int:
+    """Of the vision tower, without gradient: its widest moment."""
+    patches = visual * d.patches_per_token
+    return patches * (d.itemsize * (3 * d.vision_ffn + 4 * d.vision_width) + 8 * d.vision_width)
+
+
+def head_rows(d: Decoder, rows: int) -> int:
+    """States that the output layer reads, collected and picked out."""
+    return 2 * rows * d.width * d.itemsize
+
+
+def chunk_rows(d: Decoder, rows: int) -> int:
+    """Rows that pass the head at a time (``latent.span.token_logprobs``)."""
+    return min(rows, max(1024, 2**24 // d.vocab))
+
+
+def phases(d: Decoder, work: Workload, adapters: bool) -> list[Phase]:
+    """The moments of forward and backward of one microbatch, in order."""
+    features = work.rows * work.visual * d.width * d.itemsize * (1 + d.deepstack)
+    found = (_packed if work.stage == "sft" else _free_running)(d, work, adapters)
+    return [replace(phase, activations=phase.activations + features) for phase in found]
+
+
+def _packed(d: Decoder, w: Workload, adapters: bool) -> list[Phase]:
+    """Stage 1: one pass over packed rows."""
+    recomputed = w.memory != "cached"
+    kept = pass_bytes(d, w.rows, w.tokens, 0, True, adapters, recomputed)
+    layer = layer_bytes(d, w.rows, w.tokens, 0, True, adapters)
+    backward = backward_bytes(d, w.rows * w.tokens, adapters)
+    logits = LOGIT_BYTES * d.vocab * chunk_rows(d, w.rows * w.labelled)
+    return [
+        Phase("vision", vision_bytes(d, w.rows * w.visual)),
+        Phase("output layer", kept + logits, "head"),
+        Phase("last layer, backward", kept + (layer if recomputed else 0) + backward, "head"),
+        Phase("first layer, backward", kept // d.layers * recomputed + layer + backward, "but a table"),
+    ]
+
+
+def _free_running(d: Decoder, w: Workload, adapters: bool) -> list[Phase]:
+    """Stage 2: prompt, replay of the completions, and the recurrence. Backward goes the other way round."""
+    recomputed, steps_recomputed = w.memory != "cached", w.memory == "checkpointed"
+    columns, replay = w.tokens + w.span, w.group * w.answer
+
+    def saved(new: int, past: int, masked: bool, again: bool, keys_only: bool = False) -> int:
+        return pass_bytes(d, w.rows, new, past, masked, adapters, again, keys_only)
+
+    def layer(new: int, past: int, masked: bool, again: bool) -> int:
+        whole = layer_bytes(d, w.rows, new, past, masked, adapters) if again else 0
+        return whole + backward_bytes(d, w.rows * new, adapters)
+
+    prompt = saved(w.tokens, 0, w.padded, recomputed, keys_only=True)
+    span = saved(w.span, w.tokens, True, recomputed) if w.latents and replay else 0
+    # The replay, and the rows that its output layer reads.
+    branches = saved(replay, columns, True, recomputed) + head_rows(d, w.rows * replay) if replay else 0
+    logits = LOGIT_BYTES * d.vocab * chunk_rows(d, w.rows * replay)
+    before = prompt + span + branches
+    # As long as the forward pass runs, its last states are there too.
+    ahead = saved(w.tokens, 0, w.padded, recomputed) + span + branches
+    free = w.evidence and w.latents > 0
+    found = [
+        Phase("vision", vision_bytes(d, w.rows * w.visual)),
+        Phase("output layer, forward", ahead + logits),
+    ]
+    if free:
+        # The marker and all latents but the last: what follows is only read, without gradient.
+        steps = sum(saved(1, w.tokens + t, w.padded, steps_recomputed) for t in range(w.latents))
+        reading = layer_bytes(d, w.rows, w.readout, columns, True, adapters)
+        # After one step has gone backward every layer has a gradient, and the other steps are still there.
+        one = layer(1, columns, w.padded, steps_recomputed)
+        found += [
+            Phase("readout", ahead + steps + saved(2, w.tokens + w.latents, True, steps_recomputed) + reading),
+            Phase(
+                "latent steps, backward",
+                before + steps * (w.latents - 1) // w.latents + one,
+                "but a table",
+                steps_only=True,
+            ),
+        ]
+    found += [
+        Phase("output layer, backward", before + logits, "all" if free else "head", steps_only=free),
+        Phase("replay, backward", prompt + span + layer(replay, columns, True, recomputed), "all", True),
+        Phase("prompt, backward", prompt + layer(w.tokens, 0, w.padded, recomputed), "all"),
+    ]
+    return found

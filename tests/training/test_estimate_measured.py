@@ -1,0 +1,97 @@
+"""The estimate against peaks that were measured on a GPU: ``docs/results/memory.json`` (recorded by hand, sources
+named) and ``docs/results/memory-h200.json`` (``benchmarks/memory.py``, two of its rows held out)."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from realvr.training.estimate import Decoder, Setup, Weight, Workload, decoder_of, estimate, weights_of, with_adapters
+from realvr.training.estimate.peak import GIB
+from realvr.training.sections import LoraSettings
+from realvr.zoo.presets import preset_config
+
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
+ROWS = json.loads((RESULTS / "memory.json").read_text())["rows"]
+MEASURED = json.loads((RESULTS / "memory-h200.json").read_text())
+WITHIN = 0.10
+
+
+@cache
+def shapes(preset: str, rank: int, markers: bool) -> tuple[Decoder, list[Weight]]:
+    from transformers import AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(preset_config(preset), dtype=torch.bfloat16)
+    if rank:
+        return decoder_of(model), with_adapters(model, rank, LoraSettings().targets, markers=markers)
+    return decoder_of(model), weights_of(model, train_decoder=True)
+
+
+def predicted(row: dict[str, Any]) -> float:
+    """GiB. A row without optimizer ran forward and backward alone; rollouts were never the fullest moment."""
+    work = Workload(**row["workload"])
+    decoder, weights = shapes(row["preset"], row["rank"], work.stage == "sft")
+    if not row["head_trained"]:  # the loss did not reach it
+        table = (decoder.vocab, decoder.width)
+        weights = [
+            part
+            for w in weights
+            for part in (
+                (Weight(w.shape, w.part, True, w.itemsize), Weight(w.shape, w.part, False, w.itemsize))
+                if w.shape == table
+                else (w,)
+            )
+        ]
+    moments = {name: dict(parts) for name, parts in estimate(decoder, weights, work, Setup()).moments.items()}
+    if not row["optimizer"]:
+        moments = {
+            name: parts | {"optimizer": 0} for name, parts in moments.items() if name not in ("update", "rollout")
+        }
+    return max(sum(parts.values()) for parts in moments.values()) / GIB
+
+
+def test_there_are_enough_and_some_are_held_out() -> None:
+    assert len(ROWS) >= 6 and sum(row["held_out"] for row in ROWS) >= 2
+    assert len({row["name"] for row in ROWS}) == len(ROWS) and all(row["source"] for row in ROWS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row["name"] for row in ROWS])
+def test_recorded_peak(row: dict[str, Any]) -> None:
+    assert predicted(row) == pytest.approx(row["measured_gib"], rel=WITHIN)
+
+
+def moments(row: dict[str, Any]) -> dict[str, float]:
+    """GiB at each moment of a row of ``benchmarks/memory.py``, which has no rollout."""
+    case = row["case"]
+    decoder, weights = shapes(case["preset"], case["rank"], case["stage"] == "sft")
+    found = estimate(decoder, weights, Workload(**row["workload"]), Setup(deferred=case["deferred"])).moments
+    none = {} if case["optimizer"] else {"optimizer": 0}
+    skipped = ("rollout",) if case["optimizer"] else ("rollout", "update")
+    return {name: sum((parts | none).values()) / GIB for name, parts in found.items() if name not in skipped}
+
+
+@pytest.mark.parametrize("row", MEASURED["rows"], ids=[row["name"] for row in MEASURED["rows"]])
+def test_measured_peak(row: dict[str, Any]) -> None:
+    """Within 10 % of the peak; what ran out of memory needs more than the GPU has by the estimate too."""
+    most = max(moments(row).values())
+    if "error" in row:
+        assert most > MEASURED["gpu_gib"]
+    else:
+        assert most == pytest.approx(row["measured_gib"], rel=WITHIN)
+
+
+def test_measured_rows_are_those_of_the_script() -> None:
+    kinds = {(row["case"]["stage"], bool(row["case"]["rank"]), row["case"]["memory"]) for row in MEASURED["rows"]}
+    fit = [row for row in MEASURED["rows"] if "error" not in row]
+    assert len(fit) >= 6 and sum(row["held_out"] for row in fit) >= 2
+    assert {
+        ("rl", False, "cached"),
+        ("rl", True, "checkpointed-prefill"),
+        ("sft", True, "checkpointed-prefill"),
+    } <= kinds

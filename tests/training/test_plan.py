@@ -1,0 +1,230 @@
+"""``realvr plan``: what it prints and refuses, and its parts against other sources."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from realvr.cli import main
+from realvr.planning.gpus import known_gpus
+from realvr.training.adapters import Adapters
+from realvr.training.engine.whole import estimate_whole
+from realvr.training.estimate import Setup, Workload, decoder_of, estimate, weights_of, with_adapters
+from realvr.training.estimate.peak import GIB, SECOND, UNSHARDED, held_bytes
+from realvr.training.optimizer import build_optimizer
+from realvr.training.sections import LoraSettings, OptimSettings
+from realvr.zoo.presets import PRESETS, preset_config
+
+BACKBONE = ["--backbone", "InternVL", "--gpus", "8"]  # a prefix; the quickest to build
+
+
+def asked(capsys: pytest.CaptureFixture[str], *args: str) -> list[dict[str, Any]]:
+    assert main(["plan", *args, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    assert main(["plan", *args]) == 2
+    return capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- parts, against real tensors
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_what_is_held_against_real_tensors(fresh: Any, rank: int) -> None:
+    """Weights, gradients and states of a model that has made a step."""
+    Adapters(fresh, LoraSettings(rank=rank), markers=bool(rank))
+    model = fresh.model.to(torch.bfloat16) if not rank else fresh.model
+    optimizer = build_optimizer(model, OptimSettings())
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+
+    def size(tensors: Any) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    states = [
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
+    real = {
+        "frozen weights": size(p for p in model.parameters() if not p.requires_grad),
+        "trained weights": size(trained),
+        "gradients": size(p.grad for p in trained),
+        "optimizer": size(value for value in states if value.dim()),
+    }
+    assert held_bytes(weights_of(model), Setup()) == real == estimate_whole(model, OptimSettings())
+
+
+def test_adapters_are_those_that_peft_makes(fresh: Any) -> None:
+    settings = LoraSettings(rank=4)
+    model = fresh.model.to(torch.bfloat16)
+    expected = with_adapters(model, 4, settings.targets, markers=True)
+    Adapters(fresh, settings, markers=True)
+    assert held_bytes(weights_of(fresh.model), Setup()) == held_bytes(expected, Setup())
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_shards_against_fully_shard(world: int) -> None:
+    """The fullest rank of FSDP2 holds the first chunk of every parameter, experts one below the other; ZeRO-3 cuts the
+    flat numbers."""
+    layer = nn.Linear(7, 5)
+    layer.experts = nn.Parameter(torch.zeros(3, 4, 6))
+    module = nn.ModuleDict({"language_model": nn.ModuleDict({"layers": nn.ModuleList([layer])})})
+    rows = [p.flatten(0, 1) if p.dim() == 3 else p for p in module.parameters()]
+    chunks = sum(torch.chunk(each, world)[0].numel() for each in rows)
+    weights = weights_of(module)
+    assert held_bytes(weights, Setup("fsdp2", world))["trained weights"] == 4 * chunks
+    flat = sum(math.ceil(p.numel() / world) for p in module.parameters())
+    assert held_bytes(weights, Setup("zero3", world))["trained weights"] == 4 * flat
+
+
+def test_a_second_copy_of_gradients_exists(fresh: Any) -> None:
+    """In Stage 2 from the second microbatch on, and unsharded under an engine that shards; never in Stage 1."""
+    decoder, weights = decoder_of(fresh.model), weights_of(fresh.model, train_decoder=True)
+    whole = held_bytes(weights, Setup())["gradients"]
+
+    def copies(stage: Any, world: int = 1, microbatches: int = 1, engine: str = "ddp") -> float:
+        work = Workload(stage, tokens=40, visual=16, answer=4, group=2, latents=2, microbatches=microbatches)
+        found = estimate(decoder, weights, work, Setup(engine, world))
+        parts = next(
+            parts for name, parts in found.moments.items() if name in ("prompt, backward", "first layer, backward")
+        )
+        return (parts["gradients"] + parts.get(SECOND, 0) + parts.get(UNSHARDED, 0)) / whole
+
+    assert copies("rl") < 1.3 < 1.9 < copies("rl", microbatches=2) < 2.3
+    assert copies("sft", microbatches=2) < 1.3
+    assert copies("rl", 64, engine="zero3") > 1
+
+
+def test_fsdp2_hands_gradients_on_after_each_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    fsdp2, zero3 = (asked(capsys, *BACKBONE, "--gpu", "H100", "--engine", name)[0] for name in ("fsdp2", "zero3"))
+    moment = "prompt, backward"
+    assert zero3["moments_gib"][moment] > fsdp2["moments_gib"][moment] + 8
+
+
+def test_autograd_sums_the_passes_of_a_weight_before_its_gradient() -> None:
+    """Why that copy exists: ``.grad`` is touched once, after the first pass has gone backward too."""
+    layer, events = nn.Linear(3, 3, bias=False), []
+    layer.weight.register_post_accumulate_grad_hook(lambda _: events.append("gradient"))
+    x = torch.ones(1, 3, requires_grad=True)
+    for number in range(3):
+        x = layer(x)
+        x.register_hook(lambda _, number=number: events.append(f"pass {number}"))
+    x.sum().backward()
+    assert events == ["pass 2", "pass 1", "pass 0", "gradient"]
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_numbers_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = asked(capsys, *BACKBONE, "--gpu", "A100-8")
+    assert found["backbone"] == "InternVL3-8B" and found["gpu"]["name"] == "A100-80GB" and found["fits"]
+    assert found["parameters"] == pytest.approx(PRESETS["InternVL3-8B"].parameters, rel=1e-3)
+    assert sum(found["parts_gib"].values()) == pytest.approx(found["peak_gib"])
+    assert found["room_gib"] == pytest.approx(79.1 * 0.92)
+    trained = found["trained_parameters"]
+    assert found["parts_gib"]["optimizer"] * GIB == pytest.approx(12 * trained / 8, rel=1e-3)
+    assert found["communication_gb"]["gradients (reduce-scatter)"] * 1e9 == pytest.approx(11 * 2 * trained * 7 / 8)
+    assert found["seconds"]["communication"] == pytest.approx(
+        sum(found["communication_gb"].values()) * 1e9 / known_gpus()["A100-80GB"].link
+    )
+    (fewest,) = asked(capsys, "--backbone", "InternVL", "--gpus", str(found["smallest_gpus"]), "--gpu", "A100-80")
+    assert fewest["fits"]
+    (fewer,) = asked(capsys, "--backbone", "InternVL", "--gpus", str(found["smallest_gpus"] - 1), "--gpu", "A100-80")
+    assert not fewer["fits"]
+
+
+def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = asked(capsys, *BACKBONE, "--gpu-memory", "80", "--engine", "ddp")
+    assert not found["fits"] and found["seconds"] is None and found["smallest_gpus"] is None
+    assert {"--engine fsdp2", "--engine zero3", "--lora 16"} == set(found["would_fit"])
+    for flags in found["would_fit"]:  # and they do
+        (other,) = asked(
+            capsys, *BACKBONE, "--gpu-memory", "80", *(["--engine", "ddp"] if "lora" in flags else []), *flags.split()
+        )
+        assert other["fits"]
+    assert main(["plan", *BACKBONE, "--gpu-memory", "80", "--engine", "ddp"]) == 0
+    text = capsys.readouterr().out
+    assert "it does NOT fit; no number of these GPUs does; what would: --engine fsdp2, or" in text
+
+
+def test_static_buffers_are_counted_where_rollouts_have_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """``fast_decode: auto`` on a GPU: not with sharded engines, whose hooks cannot be recorded, nor in Stage 1."""
+    short = [*BACKBONE, "--gpu-memory", "800", "--visual-tokens", "250", "--text-tokens", "4", "--latents", "2"]
+    short += ["--answer-tokens", "60", "--group", "3"]
+    columns = 512 + 3 * 64  # 250 + 4 + 4 of the prompt and the span, 60 of an answer
+    text = preset_config("InternVL3-8B").text_config
+    column = 2 * text.num_hidden_layers * text.num_key_value_heads * text.hidden_size // text.num_attention_heads * 2
+    for engine, stage, expected in (("ddp", "rl", columns), ("fsdp2", "rl", 0), ("zero3", "rl", 0), ("ddp", "sft", 0)):
+        (found,) = asked(capsys, *short, "--engine", engine, "--stage", stage)
+        assert found["parts_gib"].get("static buffers", 0) * GIB == pytest.approx(expected * column)
+
+
+def test_lora_without_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = asked(capsys, *BACKBONE, "--gpu", "H100", "--lora", "--stage", "sft")
+    assert found["lora"] == 16 and found["trained_parameters"] < found["parameters"] / 100
+    assert "LoRA rank 4" in (main(["plan", *BACKBONE, "--gpu", "H100", "--lora", "4"]), capsys.readouterr().out)[1]
+
+
+@pytest.mark.slow
+def test_all_six_and_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
+    found = asked(
+        capsys, "--backbone", "all", "--gpus", "512", "--gpu", "MI250X", "--engine", "zero3", "--stage", "sft"
+    )
+    assert [one["backbone"] for one in found] == list(PRESETS) and all(one["fits"] for one in found[:3])
+    main(["plan", "--backbone", "all", "--gpus", "8", "--gpu-memory", "80"])
+    assert len(capsys.readouterr().out.splitlines()) == 9
+    paper = ["--backbone", "Qwen3-VL-235B", "--gpus", "1600", "--gpu", "MI250X", "--engine", "zero3"]
+    (first,) = asked(capsys, *paper, "--stage", "sft")
+    assert first["fits"] and first["parts_gib"]["optimizer"] == pytest.approx(235.1e9 * 12 / 1600 / GIB, rel=0.01)
+    (second,) = asked(capsys, *paper)
+    assert not second["fits"] and second["parts_gib"][UNSHARDED] > 400
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--backbone", "Qwen3-VL", "--gpu", "H100"], "which of Qwen3-VL-8B, Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B?"),
+        (["--backbone", "Gema-3", "--gpu", "H100"], "did you mean Gemma-3-12B?"),
+        (["--backbone", "Gemma", "--gpu", "H300"], "did you mean H200?"),
+        (["--backbone", "Gemma", "--gpu", "A100"], "which of A100-80GB, A100-40GB?"),
+        (["--backbone", "Gemma"], "give either --gpu NAME or --gpu-memory GB"),
+        (["--backbone", "Gemma", "--gpu", "H100", "--gpu-memory", "80"], "give either"),
+        (["--backbone", "Gemma", "--gpu-memory", "0"], "--gpu-memory is 0"),
+        (["--backbone", "Gemma", "--gpu", "H100", "--gpus", "0"], "--gpus is 0: it is at least 1"),
+        (["--backbone", "Gemma", "--gpu", "H100", "--lora", "0"], "a rank is at least 1"),
+        (["--backbone", "Gemma", "--gpu", "H100", "--lora=0"], "a rank is at least 1"),
+        (["--backbone", "Gemma", "--gpu", "H100", "--engine", "fsdp"], "neither a file nor the name of an engine"),
+        (["--backbone", "Gemma", "--gpu", "H100", "--gpus", "8", "--batch", "12"], "take 8 or 16"),
+        (["--backbone", "Gemma", "--gpu", "H100", "--reserve", "1"], "--reserve is 1"),
+    ],
+)
+def test_bad_input(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    error = refused(capsys, *args)
+    assert message in error and error.count("\n") == 1
+
+
+def test_an_engine_file_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text("distributed_type: FSDP\n")
+    assert "this is a configuration of accelerate" in refused(capsys, *BACKBONE, "--gpu", "H100", "--engine", str(file))
+    file.write_text("type: fsdp2\nreshard_after_forward: false\n")
+    (kept,) = asked(capsys, *BACKBONE, "--gpu", "H100", "--engine", str(file))
+    (freed,) = asked(capsys, *BACKBONE, "--gpu", "H100")
+    assert kept["moments_gib"]["prompt, backward"] > freed["moments_gib"]["prompt, backward"] + 5
+
+
+def test_every_gpu_names_its_source() -> None:
+    assert list(known_gpus()) == ["H200", "H100", "A100-80GB", "A100-40GB", "MI250X-GCD", "B200"]
+    for gpu in known_gpus().values():
+        assert len(gpu.source) > 40 and gpu.memory > 30 and gpu.flops > 1e14 > gpu.bandwidth > gpu.link >= gpu.network
