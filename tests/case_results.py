@@ -148,6 +148,9 @@ def case(number: int, arrows: int, failed: bool, steered: bool) -> dict[str, Any
         )
     return {
         "id": f"turn_on_trail-{number}",
+        "ids": [f"turn_on_trail-{number}-{name}" for name in ("original", "edited")],
+        "task": "trails-pairs",
+        "edit": "turn_on_trail",
         "about": f"{arrows} arrows, turn on trail",
         "question": "Start at the orange arrow and follow the arrows. What color is the circle where you end?",
         "choices": list(COLORS),
@@ -156,8 +159,58 @@ def case(number: int, arrows: int, failed: bool, steered: bool) -> dict[str, Any
     }
 
 
-def make_cases(folder: Path, count: int = 4) -> Path:
-    """``cases.json`` and its settings: ``count`` cases, of which the last failed and the first can be steered."""
+def single(number: int, task: str, failed: bool = False) -> dict[str, Any]:
+    """A question without a pair: one view, nothing to swap in, and a second picture beside the first."""
+    made = case(number, 3, failed, False)
+    view = made["views"][0] | {"swaps": [], "changed": []}
+    other = made["views"][1]
+    view["more"] = [{name: other[name] for name in ("picture", "size", "grid", "evidence")}]
+    # The walk ends in the second picture, whose cells are counted on.
+    view["walk"] = view["walk"] | {"cells": [*view["walk"]["cells"][:-1], GRID * GRID + 7]}
+    ids = {"id": f"{task}/{number}", "ids": [f"{task}/{number}"], "task": task, "edit": ""}
+    return made | ids | {"about": task, "views": [view]}
+
+
+def detail(number: int) -> dict[str, Any]:
+    """What a diagnostic may have recorded of a sample for its panel: maps of z_1 … z_K and the answer in three layers
+    and in their mean, bars with a hole and with negative numbers."""
+    rng = random.Random(number)
+
+    def grid() -> list[list[float]]:
+        return [[float(f"{rng.random() ** 3:.6g}") for _ in range(GRID)] for _ in range(GRID)]
+
+    queries: list[int | str] = [*range(1, LATENTS + 1), "answer"]
+    maps = [[query, layer, [grid()]] for query in queries for layer in (0, 1, 2, "mean")]
+    utility = [float(f"{rng.uniform(-0.4, 1.5):.6g}") for _ in range(LATENTS)]
+    readout = [None, *(float(f"{rng.random() / 8:.6g}") for _ in range(LATENTS - 1))]
+    matrix = [[0.1, 0.2], [None, 0.7]]
+    return {"maps": maps, "utility": utility, "readout": readout, "matrix": matrix}
+
+
+def make_panels(folder: Path) -> None:
+    """Records of the diagnostics of ``toys/toy_panels.py`` for the cases of a folder: none of the second case, of the
+    third only the edited picture; and records of samples that are no cases."""
+    found = json.loads((folder / "cases.json").read_text())["cases"]
+    look: list[dict[str, Any]] = [{"id": "elsewhere", "detail": {"maps": "never read"}}]
+    pairs = []
+    for number, one in enumerate(found):
+        for place, name in enumerate(one["ids"]):
+            if number != 1 and (number, place) != (2, 0):
+                look.append({"id": name, "detail": detail(10 * number + place)})
+        if len(one["ids"]) == 2 and number != 1:
+            texts = [f"first {number}", f"second {number}"]
+            pairs.append({"pair": one["id"], "both": f"both {number}", "texts": texts})
+    look.append({"id": found[1]["ids"][0]})  # a record without detail
+    for name, records in (("toy-look", look), ("toy-pairs", pairs)):
+        settings = {"diagnostic": name, "model": {"name": "mini"}}
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (folder / f"{name}.json").write_text(json.dumps({"count": len(records), "settings": settings}))
+        (folder / f"{name}_settings.json").write_text(json.dumps(settings))
+
+
+def make_cases(folder: Path, count: int = 4, singles: int = 0) -> Path:
+    """``cases.json`` and its settings: ``count`` cases, of which the last failed and the first can be steered, and
+    questions without a pair."""
     folder.mkdir(parents=True, exist_ok=True)
     few = {"count": 9, "of": 10, "rate": 0.9, "low": 0.6, "high": 0.98}
     content = {
@@ -167,7 +220,8 @@ def make_cases(folder: Path, count: int = 4) -> Path:
         "failures": 1,
         "shown_failures": 1,
         "both_right": [few, few],
-        "cases": [case(n, 7 - n % 6, n == count - 1, n < max(1, count // 4)) for n in range(count)],
+        "cases": [case(n, 7 - n % 6, n == count - 1, n < max(1, count // 4)) for n in range(count)]
+        + [single(n, f"bench{n}") for n in range(singles)],
     }
     settings = {"diagnostic": "cases", "model": {"name": "mini"}, "second_model": {"name": "mini-direct"}}
     (folder / "cases.json").write_text(json.dumps(content | {"settings": settings}))
@@ -176,4 +230,4 @@ def make_cases(folder: Path, count: int = 4) -> Path:
 
 
 if __name__ == "__main__":
-    print(make_cases(Path(sys.argv[1]), 12))
+    make_panels(make_cases(Path(sys.argv[1]), 12, 2))

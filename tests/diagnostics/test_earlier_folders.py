@@ -51,6 +51,7 @@ def test_an_earlier_folder_is_read(earlier: tuple[Path, list[str]], tmp_path: Pa
     assert "unrelated picture" in str(widgets)
 
 
+@pytest.mark.slow
 def test_an_earlier_folder_is_continued(earlier: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     folder, command = earlier
     before = {name: (folder / name).read_bytes() for name in ("counterfactual.jsonl", "distances.jsonl")}

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forked import Forked
 from helpers import tolerance
 from pair_cases import world_pairs, world_samples
 from pair_reference import content, greedy, mean_logprob, question, readout
@@ -25,7 +22,7 @@ from realvr.cli import main
 from realvr.data.export import write
 from realvr.data.sample import ImageRef
 from realvr.diagnostics.exchange_summary import record_key, summarise_exchange
-from realvr.diagnostics.measuring.exchange import Answers, ExchangeOptions, _recipients, exchange_pairs
+from realvr.diagnostics.measuring.exchange import Answers, ExchangeOptions, exchange_pairs, recipients_of
 from realvr.diagnostics.measuring.views import read_views
 from realvr.diagnostics.pairs import Pair, unrelated
 from realvr.latent.sampling import Sampling
@@ -174,7 +171,7 @@ def test_answers_are_scored_in_the_form_the_model_was_taught(loaded: Backbone) -
     pairs = changed_pairs(2)
     taught = {}
     for loaded.spell_out in (True, False):
-        recipients = _recipients(read_views(loaded, pairs, unrelated(pairs), K))
+        recipients = recipients_of(read_views(loaded, pairs, unrelated(pairs), K))
         answers = Answers(loaded, recipients)
         taught[loaded.spell_out] = [
             [loaded.tokenizer.decode(ids[real]) for ids, real in zip(*both, strict=True)]
@@ -239,6 +236,7 @@ def arguments(*args: Any) -> list[str]:
     return ["exchange", *map(str, args), "--max-new", "3", "--device", "cpu", "--batch", "1"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_to_the_same_numbers(
     small: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,16 +245,10 @@ def test_a_killed_run_continues_to_the_same_numbers(
     assert "--k asks for 8 positions, but the span has K = 3 slots" in capsys.readouterr().err and not whole.exists()
     assert main(arguments(small, data, "--out", whole)) == 0  # of the usual 1, 2, 4 and 8 those that it has
     assert json.loads((whole / "exchange_settings.json").read_text())["k"] == [1, 2]
-    command = [sys.executable, "-m", "realvr", *arguments(small, data, "--out", cut)]
-    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
-    records = cut / "exchange.jsonl"
-    end = time.monotonic() + 120
-    while not (records.exists() and records.read_bytes().count(b"\n") >= 24):
-        assert process.poll() is None and time.monotonic() < end, "the run did not get going"
-        time.sleep(0.005)
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    process, records = Forked(arguments(small, data, "--out", cut)), cut / "exchange.jsonl"
+    process.until(lambda: records.exists() and records.read_bytes().count(b"\n") >= 24)
+    process.signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
     left = records.read_bytes()
     assert left.count(b"\n") < (whole / "exchange.jsonl").read_bytes().count(b"\n")
     records.write_bytes(left + b'{"pair": "color_ch')  # a line that was being written

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -90,13 +89,6 @@ def test_its_numbers_are_those_of_single_questions(finished: tuple[Path, str], m
     assert shown in said and f"1 of {COUNT} questions cannot be read; these are left out (first: " in said
 
 
-def wait_for(parts: Any, process: subprocess.Popen[str], lines: int) -> None:
-    end = time.monotonic() + 120
-    while sum(part.read_bytes().count(b"\n") for part in parts()) < lines:
-        assert process.poll() is None and time.monotonic() < end, "the run did not get going"
-        time.sleep(0.002)
-
-
 @pytest.mark.slow
 def test_a_killed_run_continues_to_the_same_records(
     finished: tuple[Path, str], model: Path, data: Path, tmp_path: Path
@@ -105,10 +97,9 @@ def test_a_killed_run_continues_to_the_same_records(
     whole, cut = finished[0], tmp_path / "cut"
     args = command(model, data, cut, "--power", "3", "--processes", 2)
     process = start(*args)
-    wait_for(lambda: list(cut.glob("span-norm.rank*.jsonl")), process, 2)
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    process.until(lambda: sum(part.read_bytes().count(b"\n") for part in cut.glob("span-norm.rank*.jsonl")) >= 2)
+    process.signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
     left = [part.read_bytes() for part in cut.glob("span-norm.rank*.jsonl")]
     assert 2 <= sum(part.count(b"\n") for part in left) < COUNT, "it was over before it was killed"
     said = run(*args)
@@ -161,24 +152,26 @@ def test_a_report_without_the_file_says_what_is_missing(finished: tuple[Path, st
 
 
 def test_the_documentation_lists_every_diagnostic() -> None:
-    rows = re.findall(r"^\| `([a-z-]+)` \| (.*) \| (.*) \| (yes|no) \|$", DOCS.read_text(), re.MULTILINE)
+    row = r"^\| \[`([a-z-]+)`\]\(#[a-z-]+\) \| (.*) \| (.*) \| (yes|no) \|$"
+    rows = re.findall(row, DOCS.read_text(), re.MULTILINE)
     listed = [(kind.name, kind.question, str(kind.needs), "yes" if kind.paper else "no") for kind in DIAGNOSTICS]
     assert rows == listed and len(listed) >= 4
 
 
 def test_the_paper_s_values_are_those_of_its_tables() -> None:
-    """Every number in the sentence stands in the table that the sentence names."""
+    """Every number in the sentence stands in the table or figure that is named behind it."""
     for kind in DIAGNOSTICS:
-        for table in re.findall(r"\((tab:[a-z-]+)\)", kind.paper):
-            printed = {
-                f"{value:.{digits}f}"
-                for row in published(table)
-                for value, _ in row.values.values()
-                for digits in (1, 2, 6)
-            }
-            numbers = re.findall(r"[−+]?\d+\.\d+", kind.paper)
-            assert len(numbers) >= 4 and {n.replace("−", "-").lstrip("+") for n in numbers} <= printed
-        assert bool(kind.paper) == bool(re.search(r"\(tab:[a-z-]+\)$", kind.paper))
+        parts = re.split(r"\(((?:tab|fig):[a-z-]+)\)", kind.paper)
+        for said, label in zip(parts[::2], parts[1::2], strict=False):
+            printed = {value for row in published(label) for value, _ in row.values.values()}
+            numbers = [float(n.replace("−", "-")) for n in re.findall(r"[−+]?\d+\.\d+", said)]
+            assert len(numbers) >= 2 and set(numbers) <= printed | strengths(label), (kind.name, label)
+        assert parts[-1] == ""  # nothing is claimed without a label
+
+
+def strengths(label: str) -> set[float]:
+    """Numbers in the names of a table's rows."""
+    return {float(n) for row in published(label) for n in re.findall(r"\d+\.\d+", row.row)}
 
 
 def test_lists_and_drawing_need_no_torch(finished: tuple[Path, str]) -> None:
@@ -212,7 +205,7 @@ def test_an_unknown_setting_is_refused(model: Path, data: Path, tmp_path: Path) 
     assert said == "realvr: error: power: Input should be greater than 0 (got -1.0)\n"
     said = run("diagnose", "bias", model, data, "--out", tmp_path / "out", plugin=None, code=2)
     own = ", ".join(sorted(one.name for one in DIAGNOSTICS if one.__module__.startswith("realvr.")))
-    assert "counterfactual, distances, exchange" in own
+    assert "counterfactual, dependence, distances" in own
     assert f"(there are {own}; --plugin FILE.py adds one of your own)" in said
 
 

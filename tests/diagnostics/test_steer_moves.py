@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from typing import Any
 
@@ -10,8 +11,19 @@ from PIL import Image
 
 from realvr.data.sample import Box, ImageRef, Message, Sample
 from realvr.diagnostics.base import Shown
+from realvr.diagnostics.residual_summary import halves
 from realvr.diagnostics.steer import Steer, SteerSettings
-from realvr.diagnostics.steer_moves import NO_ANSWER, NO_PLACE, OTHER_QUESTION, SEVERAL, Move, check, move_at, steerable
+from realvr.diagnostics.steer_moves import (
+    NO_ANSWER,
+    NO_PLACE,
+    OTHER_QUESTION,
+    SEVERAL,
+    Move,
+    check,
+    control_seed,
+    move_at,
+    steerable,
+)
 from realvr.diagnostics.steer_summary import outcome, summarise_steer
 from realvr.errors import UserError
 from realvr.world.splits import Recipe, samples
@@ -100,6 +112,14 @@ def test_the_choice_depends_on_seed_sample_and_step_alone() -> None:
     assert cells(0, 1) == cells(0, 1)
     assert cells(0, 1) != cells(1, 1) and cells(0, 1) != cells(0, 2)
     assert move_at(trail("7"), 2, 8) == move_at(trail("7", tags={"more": "tags"}), 2, 8)
+
+
+def test_an_id_may_hold_half_a_surrogate_pair() -> None:
+    """As JSON data may; ordinary ids draw what they always drew."""
+    odd = "a\ud800"
+    assert isinstance(move_at(trail(odd), 2, 4), Move) and control_seed(0, odd, 2) != control_seed(0, "a", 2)
+    assert sorted(map(len, halves([odd, "a", "b", "c"]))) == [2, 2]
+    assert control_seed(0, "é", 2) == zlib.crc32("0\né\n2\nrandom".encode())
 
 
 def test_reasons_why_there_is_no_place() -> None:

@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,7 +16,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-import realvr
+import outside
 from eval_cases import keys, lines, make_world
 from realvr import models
 from realvr.backbone import Backbone, Turn
@@ -131,6 +129,18 @@ def test_answers_do_not_depend_on_the_batch(
         assert lines(tmp_path / batch) == lines(finished)
 
 
+def test_answers_do_not_depend_on_how_they_are_decoded(
+    finished: Path, model: Path, world: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In static shapes, and as CUDA graphs, for which there is no device here."""
+    for mode in ("static", "graph"):
+        assert main(arguments(model, world, tmp_path / mode, "--batch", "5", "--fast-decode", mode)) == 0
+        assert lines(tmp_path / mode) == lines(finished)
+        assert capsys.readouterr().err.count("CUDA graphs need a CUDA device") == (mode == "graph")
+    assert main(arguments(model, world, tmp_path / "norms", "--batch", "5", "--fused-layers")) == 0
+    assert lines(tmp_path / "norms") == lines(finished)
+
+
 def test_sampled_answers_depend_on_the_seed_alone(model: Path, world: dict[str, Path], tmp_path: Path) -> None:
     questions = load("mmvp", world["mmvp"])
     backbone = Backbone.load(model, dtype=torch.float32, device="cpu")
@@ -143,28 +153,9 @@ def test_sampled_answers_depend_on_the_seed_alone(model: Path, world: dict[str, 
     assert all(len(said) > 1 for said in texts.values())
 
 
-def start(args: list[str]) -> subprocess.Popen[str]:
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(realvr.__file__).parents[1]),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "start_new_session": True}
-    return subprocess.Popen([sys.executable, "-m", "realvr", *args], env=environment, text=True, **pipes)
-
-
 def count(out: Path) -> int:
     """Whole lines of predictions."""
     return sum(file.read_bytes().count(b"\n") for file in out.glob("predictions*.jsonl"))
-
-
-def wait_for(process: subprocess.Popen[str], out: Path, wanted: int) -> None:
-    """Until that many predictions are there."""
-    deadline = time.monotonic() + 120
-    while count(out) < wanted:
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def wait_until_free(out: Path) -> None:
@@ -179,22 +170,23 @@ def wait_until_free(out: Path) -> None:
             time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_run_survives_kills_and_changes_of_the_number_of_processes(
     finished: Path, model: Path, world: dict[str, Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     one = arguments(model, world, out, "--batch", "2")
     two = arguments(model, world, out, "--batch", "1", "--processes", "2")
-    process = start(one)
-    wait_for(process, out, 4)
-    process.kill()
+    process = outside.start(*one, plugin=None)
+    process.until(lambda: count(out) >= 4)
+    process.signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     kept = count(out)
     assert 4 <= kept < 90
 
-    process = start(two)  # the killed parent takes its processes along
-    wait_for(process, out, kept + 4)
-    process.kill()
+    process = outside.start(*two, plugin=None)  # the killed parent takes its processes along
+    process.until(lambda: count(out) >= kept + 4)
+    process.signal(signal.SIGKILL)
     process.wait()
     wait_until_free(out)
     assert len(list(out.glob("predictions.rank*.jsonl"))) == 2
@@ -229,10 +221,9 @@ def test_ctrl_c_says_how_to_go_on(
     assert lines(tmp_path) == lines(finished)
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(finished: Path, model: Path, world: dict[str, Path], tmp_path: Path) -> None:
-    process = start(arguments(model, world, tmp_path, "--batch", "2", "--processes", "2"))
-    said = process.communicate(timeout=120)[1]
-    assert process.returncode == 0, said
+    outside.run(*arguments(model, world, tmp_path, "--batch", "2", "--processes", "2"), plugin=None)
     assert lines(tmp_path) == lines(finished) and not list(tmp_path.glob("predictions.rank*"))
     shares = {rank: list((tmp_path / "latents").glob(f"*/r{rank}-*.safetensors")) for rank in (0, 1)}
     held = {
@@ -321,10 +312,14 @@ def test_wrong_input_is_one_line(
         "latents": ([str(model), *bench, "--latents", "2,-4"], "write a number of latent slots"),
         "temperature": ([str(model), *bench, "--temperature", "-1"], "temperature is -1"),
         "processes": ([str(model), *bench, "--processes", "0"], "--processes is 0"),
+        "sharded": ([str(model), *bench, "--sharded", "--processes", "2"], "--sharded is one process with all GPUs"),
+        "sharded device": ([str(model), *bench, "--sharded", "--device", "cpu"], "leave out --device"),
         "limit": ([str(model), *bench, "--limit", "0"], "--limit is 0"),
         "subtask": ([str(model), *bench, "--blink-tasks", "x"], "no subtask 'x'"),
         "images": ([str(model), *bench, "--images", f"blink={tmp_path}"], "blink, which is no --bench"),
     }
+    if not torch.cuda.is_available():
+        cases["sharded without a GPU"] = ([str(model), *bench, "--sharded"], "over the GPUs of this machine, and there")
     for name, (args, expected) in cases.items():
         code = main(["eval", *args, *out])
         said = [line for line in capsys.readouterr().err.strip().splitlines() if "realvr: note:" not in line]

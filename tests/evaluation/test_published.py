@@ -80,6 +80,53 @@ def test_numbers_are_those_of_the_paper(tex: str, label: str) -> None:
     assert ours == printed
 
 
+DIAGNOSTICS = {  # label -> which tabular of its float, number of rows
+    "tab:diag-raw-similarity": (0, 2),
+    "tab:diag-context-normalized": (1, 6),
+    "tab:diag-rcs": (0, 7),
+    "tab:diag-rank": (1, 8),
+    "tab:diag-teacher-forcing": (0, 4),
+    "tab:diag-credit-residual": (0, 4),
+    "tab:diag-task-structure": (0, 4),
+}
+
+
+def panel_numbers(tex: str, label: str, panel: int) -> list[float]:
+    """All numbers of one of the float's tabulars, in order of appearance."""
+    begin = tex.rindex("\\begin{table", 0, tex.index(f"\\label{{{label}}}"))
+    block = tex[begin : tex.index("\\end{table}", begin)]
+    body = block.split("\\begin{tabular")[panel + 1]
+    body = body[body.index("\\midrule") : body.index("\\bottomrule")]
+    body = (
+        re.sub(r"\\multirow\[t\]\{4\}|\\texttt\{[^{}]*\}|top-1|at 8K", " ", body).replace("{,}", "").replace("--", " ")
+    )
+    return [float(text) for text in re.findall(r"(?<![\w.])[-+]?\d+(?:\.\d+)?", body)]
+
+
+@pytest.mark.parametrize("label", DIAGNOSTICS)
+def test_numbers_of_diagnostics_are_those_of_the_paper(tex: str, label: str) -> None:
+    panel, count = DIAGNOSTICS[label]
+    rows = published(label)
+    named = {"tab:diag-raw-similarity", "tab:diag-rcs", "tab:diag-teacher-forcing"}  # their rows have numbers in names
+    ours = [
+        number
+        for row in rows
+        for number in ([float(n) for n in re.findall(r"\d+(?:\.\d+)?", row.row)] if label in named else [])
+        + list(means(row).values())
+    ]
+    assert len(rows) == count and ours == panel_numbers(tex, label, panel)
+
+
+def test_numbers_of_figures_stand_beside_their_labels(tex: str) -> None:
+    """In the caption or in a paragraph that refers to the figure."""
+    rows = [row for row in published() if row.table.startswith("fig:")]
+    assert len({row.table for row in rows}) == 5
+    for row in rows:
+        around = " ".join(part for part in re.split(r"\n\s*\n", tex) if f"{{{row.table}}}" in part)
+        found = {float(n) for n in re.findall(r"(?<![\w.])\d+(?:\.\d+)?", around)}
+        assert row.method in around and set(means(row).values()) <= found, row
+
+
 def test_methods_and_backbones_stand_in_the_paper(tex: str) -> None:
     for row in published("main-backbone-results") + published("cross-backbone-results"):
         assert row.backbone in tex

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, make_dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,23 +13,30 @@ import tyro
 from rich.table import Table
 
 from realvr.diagnostics.base import DIAGNOSTICS, Diagnostic
+from realvr.diagnostics.card import HTML
 from realvr.diagnostics.counterfactual import Counterfactual, CounterfactualSettings
 from realvr.diagnostics.distances import Distances
 from realvr.diagnostics.exchange import Exchange, ExchangeSettings
 from realvr.diagnostics.run import diagnose as run
 from realvr.diagnostics.settings import DiagnoseSettings, settings_of
 from realvr.diagnostics.steer import Steer, SteerSettings
-from realvr.evaluation.processes import ProcessFailed
+from realvr.diagnostics.suite import ALL, Outcome, Suite, SuiteOverview, run_suite
+from realvr.errors import UserError
 from realvr.evaluation.tables import wide_console
+from realvr.runs.launching import ProcessFailed
 
 INTERRUPTED = 130
 _REQUIRED = "(required)"
 _EXAMPLES = """\
 Examples:
+  realvr diagnose mini --against mini-direct --data runs/world/trails-pairs/samples.jsonl --out runs/diagnosed
+  realvr diagnose mini --data runs/world/trails/samples.jsonl --tests dependence,controls --out runs/two
   realvr diagnose distances runs/model runs/world/counterfactual/samples.jsonl --out runs/distances
   realvr diagnose grounding mini runs/world/validation/samples.jsonl --out runs/grounding --limit 100"""
 Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL", help_behavior_hint=_REQUIRED)]
 Data = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DATA", help_behavior_hint=_REQUIRED)]
+Repeated = tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]
+"""An option that takes several values and can be repeated: nothing that was given is lost."""
 
 
 @dataclass(frozen=True)
@@ -113,16 +121,127 @@ def steer(settings: SteerCommand) -> int:
     return _run([Steer(settings.own)], settings, "steer")
 
 
+@dataclass(frozen=True)
+class SuiteCommand(DiagnoseSettings):
+    """Options of ``realvr diagnose MODEL --tests …``.
+
+    Args:
+        against: Further models, measured alike and shown side by side.
+        data: File or folder with samples. Of counterfactual pairs, tests on samples take the original pictures.
+        tests: Names separated by commas, or all.
+        limit: At most so many samples for each test; of pairs, so many of each edit. By default what suits the test.
+        set: A setting of one test. Several values of one setting are separated by commas.
+        card: Also write card.html and card.md of every model: its verdict, numbers and six figures on one page.
+    """
+
+    model: Model
+    data: Path
+    out: Path
+    tests: str = ALL
+    against: Annotated[Repeated, tyro.conf.arg(metavar="MODEL")] = ()
+    set: Annotated[Repeated, tyro.conf.arg(metavar="NAME.SETTING=VALUE")] = ()
+    card: bool = False
+
+    def suite(self) -> Suite:
+        """As the library takes it."""
+        options: dict[str, dict[str, Any]] = {}
+        for text in chain(*self.set):
+            name, dot, setting = text.partition("=")[0].partition(".")
+            if not dot or "=" not in text:
+                raise UserError(f"--set {text}: write NAME.SETTING=VALUE, such as steer.at=2,4")
+            options.setdefault(name, {})[setting.replace("-", "_")] = text.partition("=")[2]
+        tests = tuple(name.strip() for name in self.tests.split(",") if name.strip())
+        return Suite(settings_of(self), tests, tuple(chain(*self.against)), options, self.card)
+
+
+def suite(args: Sequence[str]) -> int:
+    """Several tests on one model or several."""
+    text = (
+        "Ask a model, or several side by side, what its latents do. Each test writes NAME.json, .md, .csv, .svg and "
+        ".png; what was skipped and why is in diagnose.json. The same command again continues a run.\n\n"
+        f"Tests: {', '.join(DIAGNOSTICS.names())}.\n\n{_EXAMPLES}"
+    )
+    settings = tyro.cli(SuiteCommand, prog="realvr diagnose", description=text, args=as_suite(args))
+    return _guarded(lambda: show_overview(run_suite(settings.suite()), settings), settings)
+
+
+def show_overview(overview: SuiteOverview | None, settings: SuiteCommand) -> None:
+    """What became of every test, one column per model."""
+    if overview is None:
+        return
+    console, table = wide_console(), Table(title=f"{settings.data}")
+    table.add_column("test", no_wrap=True)
+    for name in overview["models"]:
+        table.add_column(name, overflow="fold")
+    for test, outcomes in overview["tests"].items():
+        table.add_row(test, *(_outcome(outcomes.get(name)) for name in overview["models"]))
+    console.print(table)
+    for name, sentence in overview["verdicts"].items():
+        console.print(f"[bold]{name}[/bold]: {sentence}", highlight=False, soft_wrap=True)
+    for folder in overview["models"].values() if settings.card else ():
+        console.print(f"card of the latents: {Path(folder) / HTML}", highlight=False, soft_wrap=True)
+    console.print(
+        f"written to {settings.out}; realvr report {settings.out} --out {settings.out}/report makes a page of it",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _outcome(outcome: Outcome | None) -> str:
+    if outcome is None:
+        return ""
+    if outcome["status"] != "measured":
+        return f"skipped: {outcome['reason']}"
+    memory = "" if outcome["peak_gib"] is None else f", {outcome['peak_gib']:.1f} GiB"
+    return f"{outcome['examples']:,} in {outcome['seconds']:.1f} s{memory}"
+
+
 def diagnose(args: Sequence[str]) -> int:
-    """Run a diagnostic on a model: realvr diagnose NAME MODEL DATA --out DIR. Without a name, list them."""
-    if not args or args[0] in ("-h", "--help"):
+    """Run diagnostics on a model: realvr diagnose MODEL --data DATA --out DIR, or one of them with its own options:
+    realvr diagnose NAME MODEL DATA --out DIR. Without a name, list them."""
+    if not args or list(args) in (["-h"], ["--help"]):
         print(listed())
         return 0
+    if is_suite(args):
+        return suite(args)
     kind = DIAGNOSTICS.get(args[0])
     text = f"{kind.question} {kind.reading}\n\nNeeds {kind.needs}. The same command again continues a run."
     prog = f"realvr diagnose {kind.name}"
-    settings: Any = tyro.cli(options_of(kind), prog=prog, description=text, args=list(args[1:]))
+    settings: Any = tyro.cli(options_of(kind), prog=prog, description=text, args=as_settings(kind, args[1:]))
     return _run([kind(settings.own)], settings, "diagnose")
+
+
+def as_settings(kind: type[Diagnostic], args: Sequence[str]) -> list[str]:
+    """``--latents evidence`` is the setting ``length`` of a diagnostic that has one; every other word stays."""
+    return _of_evidence(args, ["--length", "evidence"]) if _has_length(kind) else list(args)
+
+
+def as_suite(args: Sequence[str]) -> list[str]:
+    """The same for several tests: ``--latents evidence`` sets ``length`` of those that have it."""
+    return _of_evidence(
+        args, [word for kind in DIAGNOSTICS if _has_length(kind) for word in ("--set", f"{kind.name}.length=evidence")]
+    )
+
+
+def _has_length(kind: type[Diagnostic]) -> bool:
+    return "length" in kind.Settings.model_fields
+
+
+def _of_evidence(args: Sequence[str], instead: Sequence[str]) -> list[str]:
+    """The words with others instead of ``--latents evidence``."""
+    found = [part for word in args for part in (word.split("=", 1) if word.startswith("--latents=") else [word])]
+    for place in reversed(range(len(found) - 1)):
+        if found[place : place + 2] == ["--latents", "evidence"]:
+            found[place : place + 2] = instead
+    return found
+
+
+def is_suite(args: Sequence[str]) -> bool:
+    """Whether a model comes first and not a diagnostic: only then are data and tests options."""
+    if not args or args[0] in DIAGNOSTICS.names():
+        return False
+    named = any(word.split("=")[0] in ("--data", "--tests", "--against") for word in args)
+    return named or any(word.startswith("-") for word in args[1:2])  # a diagnostic has its model as second word
 
 
 def options_of(kind: type[Diagnostic]) -> type[DiagnoseCommand]:
@@ -134,27 +253,44 @@ def options_of(kind: type[Diagnostic]) -> type[DiagnoseCommand]:
 
 def listed() -> str:
     """All diagnostics, as text."""
-    lines = ["usage: realvr diagnose NAME MODEL DATA --out DIR [options]", "", "diagnostics:"]
+    lines = [
+        "usage: realvr diagnose MODEL [--against OTHER ...] --data DATA [--tests NAME,...] --out DIR [options]",
+        "       realvr diagnose NAME MODEL DATA --out DIR [options of one diagnostic]",
+        "",
+        "diagnostics:",
+    ]
     width = max(len(name) for name in DIAGNOSTICS.names())
     for kind in DIAGNOSTICS:
         paper = "the paper has a value" if kind.paper else "no value in the paper"
         lines.append(f"  {kind.name:<{width}}  {kind.question} Needs {kind.needs}; {paper}.")
-    lines += ["", "realvr diagnose NAME --help explains each. --plugin FILE.py adds one of your own."]
+    lines += [
+        "",
+        "realvr diagnose MODEL --help lists the options of several tests: --limit, --set, --card and others.",
+        "realvr diagnose NAME --help explains each test. --plugin FILE.py adds one of your own.",
+    ]
     return "\n".join([*lines, "", _EXAMPLES])
 
 
 def _run(diagnostics: Sequence[Diagnostic], settings: DiagnoseCommand, verb: str) -> int:
     """Run, then print the table of the first."""
-    try:
+
+    def measure() -> None:
         summaries = run(diagnostics, settings_of(settings), verb)
+        if diagnostics[0].name in summaries:
+            _show(*diagnostics[0].table(summaries[diagnostics[0].name], settings.model), settings)
+
+    return _guarded(measure, settings)
+
+
+def _guarded(work: Callable[[], None], settings: DiagnoseSettings) -> int:
+    try:
+        work()
     except ProcessFailed as failure:
         return failure.code
     except KeyboardInterrupt:
         kept = f"what was measured is kept in {settings.out}, and the same command goes on from there"
         print(f"realvr: interrupted; {kept}", file=sys.stderr)
         return INTERRUPTED
-    if diagnostics[0].name in summaries:
-        _show(*diagnostics[0].table(summaries[diagnostics[0].name], settings.model), settings)
     return 0
 
 

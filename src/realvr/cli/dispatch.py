@@ -45,6 +45,9 @@ COMMANDS: dict[str, Command] = {
     "train sft": Command("realvr.cli.train", "sft", "Stage 1: latents reconstruct visual evidence.", raw=True),
     "train rl": Command("realvr.cli.train", "rl", "Stage 2: LVR-RL, ReaLVR and its ablations.", raw=True),
     "train base": Command("realvr.cli.train", "base", "Train all parameters of a small model.", raw=True),
+    "plan": Command(
+        "realvr.cli.plan", "plan", "Does a training fit, on how many GPUs, and how long is a step?", rewrite="rewrite"
+    ),
     "eval": Command(
         "realvr.cli.eval", "evaluate", "Checkpoints on benchmarks, span ablations included.", rewrite="rewrite"
     ),

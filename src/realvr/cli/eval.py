@@ -11,8 +11,8 @@ import tyro
 
 from realvr.cli.arguments import Policy
 from realvr.evaluation import checkpoints, tables
-from realvr.evaluation.processes import ProcessFailed
 from realvr.evaluation.settings import EvaluateSettings, written_out
+from realvr.runs.launching import ProcessFailed
 
 INTERRUPTED = 130
 rewrite = written_out

@@ -23,12 +23,15 @@ def push(settings: PushCommand) -> int:
     """Upload a model with its card to the Hugging Face hub, in one commit.
 
     A run stands for its final model. Incomplete folders and pickles are refused. The card names the repository in its
-    examples. Afterwards OWNER/NAME is a MODEL for every verb, and for stock transformers.
+    examples, and links to the card of its latents where `realvr diagnose --card` has left one. Afterwards OWNER/NAME is
+    a MODEL for every verb, and for stock transformers.
 
     Examples:
       realvr push runs/own/rl owner/my-model --private
       realvr push runs/own/rl/best owner/my-model --revision best
       realvr push runs/own/rl owner/my-model --also runs/report --dry-run
+      realvr diagnose runs/own/rl/final --data DATA --out runs/own/rl/diagnose --card
+      realvr push runs/own/rl owner/my-model
     """
     done = push_model(settings)
     for name, size in sorted(done.files.items()):

@@ -14,23 +14,27 @@ import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, cast, get_args, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, cast, get_args, get_origin, overload
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from realvr.diagnostics.files import markdown
 from realvr.diagnostics.settings import DiagnoseSettings
+from realvr.diagnostics.states import Rows, StateFiles
 from realvr.errors import UserError
 from realvr.registry import Registry, place_of
 from realvr.runs.journal import Record
 from realvr.runs.records import ResultFile
 from realvr.widgets import Cell, Fold, Section, Table, Text, Widget, missing, tables_of
+from realvr.widgets.browser import Measured, Panel
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from realvr.diagnostics.model import Model
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
-_TAKEN = {"summary", "eval", "demo", "settings", "metrics", "method", "predictions", "recipe", "data"}
+_TAKEN = {"summary", "eval", "demo", "settings", "metrics", "method", "predictions", "recipe", "data", "diagnose"}
 """Result files of other commands, and below the sections of the report."""
 _TAKEN |= {"overview", "training", "train", "benchmarks", "ablation", "sweep", "further", "paper", "provenance"}
 Item = Any
@@ -39,6 +43,15 @@ Summary = dict[str, Any]
 """Numbers with their n and intervals; JSON values. `numbers` has the usual ones: `rate`, `mean`, `macro`."""
 OwnSummary = Any
 """A `Summary` in the shape that one diagnostic gives it: a dict, typed where that diagnostic is written."""
+
+
+DETAILED = 12
+"""Samples whose records hold detail for the case browser, where a run has not chosen its cases."""
+
+
+class Skip(UserError):
+    """A diagnostic cannot say anything about this model or data, and why. A suite of tests shows the reason and goes
+    on; a run of this one ends with it."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +68,19 @@ class Needs:
     """Another model beside the first: ``--second-model``, `Model.second`."""
     may_compare: bool = False
     """``--second-model`` is taken where it is given: any model, with its own K or without a span."""
+    singles: bool = False
+    """Beside ``pairs``: samples that are no view of a pair are taken as well, as `realvr.diagnostics.pairs.Single`."""
+
+    @property
+    def data(self) -> tuple[bool, bool, bool]:
+        """What decides which data it gets: diagnostics that differ here cannot share a reading."""
+        return self.pairs, self.singles, self.boxes
 
     def __str__(self) -> str:
         words = {"pairs": "counterfactual pairs", "boxes": "evidence boxes", "span": "a trained latent span"}
         words |= {"second_model": "a second model"}
+        if self.singles:
+            del words["pairs"]
         return ", ".join(text for name, text in words.items() if getattr(self, name)) or "any questions"
 
 
@@ -66,6 +88,20 @@ class DiagnosticSettings(BaseModel):
     """Base of a diagnostic's own settings: typed fields, each with a default. They become options of the verb."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split(cls, values: object) -> object:
+        """A setting with several values may be one text with commas, as ``--set`` has it."""
+        if not isinstance(values, Mapping):
+            return values
+        several = {name for name, field in cls.model_fields.items() if get_origin(field.annotation) is tuple}
+        return {
+            name: tuple(part.strip() for part in value.split(",") if part.strip())
+            if name in several and isinstance(value, str)
+            else value
+            for name, value in values.items()
+        }
 
     @model_validator(mode="wrap")
     @classmethod
@@ -86,11 +122,29 @@ class Samples(Sequence[Any]):
     """One batch, as `Diagnostic.measure` gets it: a sequence of samples or pairs.
 
     ``done`` holds the keys of records that an earlier run has left; a diagnostic with several records per sample may
-    look there to measure less. What it yields again is not written twice.
+    look there to measure less. What it yields again is not written twice. ``detailed`` holds the ids of samples whose
+    records should have what the case browser draws (``"detail"``), which may be large. ``place`` is where the batch
+    begins in the run, ``states`` where its hidden states may be kept.
     """
 
-    def __init__(self, items: Sequence[Item], done: Collection[Hashable] = frozenset()) -> None:
-        self.items, self.done = list(items), done
+    def __init__(
+        self,
+        items: Sequence[Item],
+        done: Collection[Hashable] = frozenset(),
+        detailed: Collection[str] = frozenset(),
+        place: int = 0,
+        states: StateFiles | None = None,
+    ) -> None:
+        self.items, self.done, self.detailed = list(items), done, frozenset(detailed)
+        self.place, self.states = place, states
+
+    def keep(
+        self, ids: Sequence[str], tensors: Mapping[str, Rows], several: Mapping[str, Sequence[Rows]] | None = None
+    ) -> None:
+        """Write hidden states of this batch, a row for each of ``ids`` (of ``several``: some rows for each); call it
+        once, before the first record."""
+        if self.states is not None:
+            self.states.write(self.place, ids, tensors, several)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -110,6 +164,8 @@ class Shown:
     name: str
     summary: OwnSummary
     number: int = 0
+    panels: Callable[[Collection[str]], list[Measured]] | None = None
+    """What all diagnostics have measured of this model's samples of these ids; see `realvr.diagnostics.panels`."""
 
 
 @dataclass(frozen=True)
@@ -156,9 +212,14 @@ class Diagnostic(Generic[S]):
     """What n counts, in messages."""
     order: ClassVar[int] = 1000
     """Place in lists and in the report; then by name."""
+    examples: ClassVar[tuple[int, int]] = (100, 1000)
+    """How many samples (pairs: of each edit) a suite of tests takes, on a CPU and on a GPU, unless ``--limit`` says
+    otherwise."""
     highlights: ClassVar[tuple[Highlight, ...]] = ()
     opens: ClassVar[bool] = False
-    """Whether the report opens with its section, where it has results."""
+    """Whether the report opens with its section, where it has results; in a suite of tests it then runs first."""
+    last: ClassVar[bool] = False
+    """Whether it runs behind all others in a suite of tests, because it reads their results."""
 
     def __init__(self, settings: S | None = None) -> None:
         self.settings: S = cast(S, self.Settings()) if settings is None else settings
@@ -188,6 +249,15 @@ class Diagnostic(Generic[S]):
     def draw(self, results: Sequence[Shown]) -> list[Widget]:
         """Tables and figures for one model or several side by side. Without torch."""
         raise NotImplementedError
+
+    def case_ids(self, summary: OwnSummary) -> frozenset[str]:
+        """Ids of the samples that the case browser shows, of a diagnostic that chooses them (``opens``)."""
+        return frozenset()
+
+    def figure(self, results: Sequence[Shown]) -> Figure | dict[str, Figure] | None:
+        """NAME.svg and NAME.png for print, models side by side; of a dict, NAME-KEY.svg each. See
+        `realvr.widgets.figures`."""
+        return None
 
     # ------------------------------------------------------------------ what it wrote, checked
 
@@ -282,8 +352,12 @@ class Diagnostic(Generic[S]):
 
     def markdown(self, summary: OwnSummary, name: str) -> str:
         """The content of NAME.md; by default every table of `draw`."""
-        parts = [f"# {self.title}: {name}\n", f"{self.question} {self.reading}\n"]
-        for table in tables_of(self.drawn([Shown(name, summary)])):
+        return self.side_by_side([Shown(name, summary)])
+
+    def side_by_side(self, results: Sequence[Shown]) -> str:
+        """Every table of `draw` for one model or several, as Markdown."""
+        parts = [f"# {self.title}: {', '.join(one.name for one in results)}\n", f"{self.question} {self.reading}\n"]
+        for table in tables_of(self.drawn(results)):
             rows = [[_text(cell) for cell in row] for row in table.rows]
             parts += [
                 f"## {table.caption}\n",
@@ -307,6 +381,10 @@ class Diagnostic(Generic[S]):
             for column, cell in zip(table.header[1:], row[1:], strict=True)
         ]
 
+    def panel(self, record: Record) -> Panel | None:
+        """What the case browser shows of one saved record; None where it has nothing to show. Without torch."""
+        return None
+
     def numbers(self, summary: OwnSummary | None) -> dict[str, Any]:
         """The few numbers that stand for the whole in an overview of several models; None where it was not run."""
         return {}
@@ -316,7 +394,7 @@ class Diagnostic(Generic[S]):
     @classmethod
     def how(cls) -> str:
         """The command that produces its results."""
-        data = "PAIRS" if cls.needs.pairs else "DATA"
+        data = "PAIRS" if cls.needs.pairs and not cls.needs.singles else "DATA"
         second = " --second-model OTHER" if cls.needs.second_model or cls.needs.may_compare else ""
         return cls.command or f"realvr diagnose {cls.name} MODEL {data} --out DIR{second}"
 

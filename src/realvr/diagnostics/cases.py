@@ -1,10 +1,10 @@
-"""Cases to look at: edited pairs with the walk of the latents, both models' answers, and every reply that a reader of
-the page can ask for, computed beforehand.
+"""Cases to look at: questions with the walk of the latents, both models' answers, and every reply that a reader of the
+page can ask for, computed beforehand. The page joins what other diagnostics have measured of the same samples.
 
-The first pairs of every edit are examined: both pictures are asked about. Some of them, chosen by the rule that
-`choose` is, become cases: the walk over both pictures, the reply with the latents of the other picture from step t on,
-for every t, and for a few of them the reply and the walk when one latent is put at another cell.
-`measuring.cases` does it.
+The first pairs of every edit are examined, and the first questions of data without pairs: every picture is asked about.
+Some of them, chosen by the rule that `choose` is, become cases: the walk over the pictures, for a pair the reply with
+the latents of the other picture from step t on, for every t, and for a few of them the reply and the walk when one
+latent is put at another cell. `measuring.cases` does it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from typing_extensions import TypedDict, override
 from realvr.diagnostics import results
 from realvr.diagnostics.base import Diagnostic, Needs, Samples, Shown
 from realvr.diagnostics.counterfactual import AnswerSettings
+from realvr.diagnostics.folders import BENCHMARK
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import rate
-from realvr.diagnostics.pairs import Pair, first_of_each
+from realvr.diagnostics.pairs import Asked, Single, benchmark_of
 from realvr.errors import UserError
 from realvr.latent.steps import parse_steps
 from realvr.runs.journal import Record
@@ -46,11 +47,12 @@ class CasesFile(TypedDict):
     """How they were chosen, in words."""
     examined: int
     unread: int
-    """Pairs whose pictures cannot be read."""
+    """Questions whose pictures cannot be read."""
     failures: int
     shown_failures: int
     both_right: list[results.Rate]
-    """Share of examined pairs with both pictures answered rightly: the model, then the second model if there is one."""
+    """Share of examined questions with every picture answered rightly: the model, then the second model if there is
+    one."""
     cases: list[Case]
     settings: NotRequired[results.Settings]
 
@@ -59,7 +61,11 @@ class CasesSettings(AnswerSettings):
     """How many cases, and what is computed for them."""
 
     cases: int = Field(default=12, ge=1, description="Cases on the page.")
-    examine: int = Field(default=24, ge=1, description="Pairs of each edit, the first of the data, to choose from.")
+    examine: int = Field(
+        default=24,
+        ge=1,
+        description="Pairs of each edit (or questions of each task), the first of the data, to choose from.",
+    )
     by: str = Field(default="arrows", description="Tag over whose values cases are spread.")
     steered: int = Field(default=3, ge=0, description="How many cases, the first, a reader can steer.")
     at: str = Field(
@@ -79,37 +85,47 @@ class CasesSettings(AnswerSettings):
 
 @dataclass(frozen=True)
 class Candidate:
-    """An examined pair: its place in the data, what it is, and whether the model failed on it."""
+    """An examined question: its place in the data, what it is, and whether the model failed on it."""
 
     place: int
     edit: str
     tag: str
     failed: bool
+    benchmark: str = ""
 
 
 def choose(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
     """The rule: at least as many failures as their share of the candidates gives, and at least two where there are as
-    many; the others are successes, and come first. Of both, the next is always of the edit that was taken least often
-    so far, then of the tag's value taken least often, then of its largest value, then the first of the data."""
+    many; the others are successes, and come first. Of both, the next is always of the benchmark that was taken least
+    often so far, then of the edit taken least often, then of the tag's value taken least often, then of its largest
+    value, then the first of the data. Every benchmark has a case, if need be with more cases or other failures."""
     failures = [one for one in candidates if one.failed]
     successes = [one for one in candidates if not one.failed]
-    count = min(count, len(candidates))
+    failing, succeeding = ({one.benchmark for one in part} for part in (failures, successes))
+    count = min(max(count, len(failing | succeeding)), len(candidates))
     due = max(LEAST_FAILURES, math.ceil(count * len(failures) / max(len(candidates), 1)))
     due = max(min(due, len(failures), count), count - len(successes))
-    edits: Counter[str] = Counter()
-    tags: Counter[str] = Counter()
+    due = min(max(due, len(failing - succeeding)), count - len(succeeding - failing))
+    benchmarks, edits, tags = Counter[str](), Counter[str](), Counter[str]()
 
-    def take(pool: list[Candidate], number: int) -> list[Candidate]:
+    def take(pool: list[Candidate], number: int, elsewhere: set[str]) -> list[Candidate]:
+        def key(one: Candidate) -> tuple[Any, ...]:
+            seen = benchmarks[one.benchmark]
+            # A benchmark that the other pool can serve waits for those that only this one has.
+            spread = (seen, seen == 0 and one.benchmark in elsewhere, edits[one.edit], tags[one.tag])
+            return (*spread, -_size(one.tag), one.place)
+
         taken = []
         for _ in range(number):
-            best = min(pool, key=lambda one: (edits[one.edit], tags[one.tag], -_size(one.tag), one.place))
+            best = min(pool, key=key)
             pool.remove(best)
             taken.append(best)
+            benchmarks[best.benchmark] += 1
             edits[best.edit] += 1
             tags[best.tag] += 1
         return taken
 
-    return [*take(successes, count - due), *take(failures, due)]
+    return [*take(successes, count - due, failing), *take(failures, due, set())]
 
 
 def _size(value: str) -> int:
@@ -117,7 +133,7 @@ def _size(value: str) -> int:
 
 
 class Cases(Diagnostic[CasesSettings]):
-    """Pairs with everything that can be asked of them on a page."""
+    """Questions with everything that can be asked of them on a page."""
 
     name = "cases"
     title = "Cases"
@@ -127,21 +143,32 @@ class Cases(Diagnostic[CasesSettings]):
         "the edited picture, swap in its latents from a step on, or move one latent to another cell: answer and walk "
         "are what the model then gives."
     )
-    needs = Needs(pairs=True, span=True, may_compare=True)
+    needs = Needs(pairs=True, singles=True, span=True, may_compare=True)
     paper = ""
     Settings = CasesSettings
     shape = CasesFile
     batch = 4
-    unit = "pairs"
+    unit = "pairs or questions"
+    examples = (6, 24)  # few on a CPU: the page shows what others have measured of them, and they take few there
     order = 5
     opens = True
 
-    def select(self, items: Sequence[Pair], data: Path) -> list[Pair]:
-        """The first pairs of every edit that show one picture each."""
-        single = [pair for pair in items if all(len(view.shown) == 1 for view in pair.views)]
-        if not single:
+    def select(self, items: Sequence[Asked], data: Path) -> list[Asked]:
+        """The first of every benchmark and edit; pairs that show one picture each."""
+        usable = [one for one in items if isinstance(one, Single) or all(len(view.shown) == 1 for view in one.views)]
+        if not usable:
             raise UserError(f"{data}: none of its {len(items)} pairs shows one picture at a time, which cases need")
-        return first_of_each(single, self.settings.examine)
+        seen: Counter[tuple[str, str]] = Counter()
+        cycles: dict[str, str | None] = {}
+        kept = []
+        for one in usable:
+            kind = benchmark_of(one), one.edit
+            if one.original.cycle != cycles.setdefault(kind[0], one.original.cycle):
+                continue  # the same question with its options in another order (HR-Bench)
+            seen[kind] += 1
+            if seen[kind] <= self.settings.examine:
+                kept.append(one)
+        return kept
 
     @override
     def settle(self, model: Model) -> None:
@@ -152,22 +179,23 @@ class Cases(Diagnostic[CasesSettings]):
                 "or choose --steered 0"
             )
 
-    def prepare(self, model: Model, samples: Sequence[Pair]) -> None:
+    def prepare(self, model: Model, samples: Sequence[Asked]) -> None:
         """Ask about all pictures and choose."""
         from realvr.diagnostics.measuring.cases import examine
 
-        with busy(f"asking about {len(samples)} pairs"):
+        with busy(f"asking about {len(samples)} {self.unit}"):
             self._answers: dict[str, Answers] = examine(model, samples, self.settings.policy, self.settings.rows)
         candidates = [
-            Candidate(place, pair.edit, self._tag(pair), self._answers[pair.id].failed)
+            Candidate(place, pair.edit, self._tag(pair), self._answers[pair.id].failed, benchmark_of(pair))
             for place, pair in enumerate(samples)
             if self._answers[pair.id].error is None
         ]
         chosen = choose(candidates, self.settings.cases)
         self._places = {samples[one.place].id: place for place, one in enumerate(chosen)}
 
-    def _tag(self, pair: Pair) -> str:
-        return pair.original.tags.get(self.settings.by, "")
+    def _tag(self, pair: Asked) -> str:
+        found = pair.original.tags.get(self.settings.by, "")
+        return found or (pair.original.category or pair.original.task if isinstance(pair, Single) else "")
 
     @override
     def measure(self, model: Model, samples: Samples) -> Iterable[Record]:
@@ -190,13 +218,14 @@ class Cases(Diagnostic[CasesSettings]):
                 "error": answers.error,
             }
 
-    def _about(self, pair: Pair) -> str:
+    def _about(self, pair: Asked) -> str:
         value = self._tag(pair)
         name = self.settings.by if value != "1" or not self.settings.by.endswith("s") else self.settings.by[:-1]
-        words = [f"{value} {name}" if value.isdecimal() else value, pair.edit.replace("_", " ")]
+        own = f"{value} {name}" if value.isdecimal() else value
+        words = [pair.original.tags.get(BENCHMARK, ""), own, pair.edit.replace("_", " ")]
         return ", ".join(word for word in words if word)
 
-    def _steps_of(self, pair: Pair) -> list[int]:
+    def _steps_of(self, pair: Asked) -> list[int]:
         return self._steps if self._places[pair.id] < self.settings.steered else []
 
     # ------------------------------------------------------------------ what is shown
@@ -222,12 +251,19 @@ class Cases(Diagnostic[CasesSettings]):
 
     def _rule(self, count: int, failures: int, shown: Sequence[Record]) -> str:
         failed = sum(record["failed"] for record in shown)
+        tasks = list(dict.fromkeys(record["case"].get("task", "") for record in shown))
+        single = [record for record in shown if len(record["case"]["views"]) == 1]
+        several = f" of each of the benchmarks {', '.join(tasks)}" if len(tasks) > 1 else ""
+        what = "questions" if single and len(single) == len(shown) else "pairs of each edit"
+        what = "pairs of each edit and the first questions without a pair" if 0 < len(single) < len(shown) else what
+        first = " of the benchmark shown least so far, then" if len(tasks) > 1 else ""
         return (
-            f"How these cases were chosen: the first {self.settings.examine} pairs of each edit were examined, {count} "
+            f"How these cases were chosen: the first {self.settings.examine} {what}{several} were examined, {count} "
             f"in all; the model answered a picture wrongly in {failures} of them. {len(shown)} are shown, {failed} of "
-            "them failures: at least their share of the examined pairs, and two if there are as many. The next "
-            f"case is always of the edit shown least so far, then of the value of '{self.settings.by}' shown least, "
-            "the largest first, then the first in the data. Failures stand last."
+            "them failures: at least their share of what was examined, and two if there are as many. The next "
+            f"case is always{first} of the edit shown least so far, then of the value of '{self.settings.by}' shown "
+            "least, the largest first, then the first in the data. Failures stand last."
+            + (" Every benchmark has at least one case." if len(tasks) > 1 else "")
         )
 
     @override
@@ -252,15 +288,26 @@ class Cases(Diagnostic[CasesSettings]):
             for name, right in zip(_names(result), found["both_right"], strict=True):
                 counts = (found["examined"], len(found["cases"]), found["shown_failures"])
                 rows.append([name, share(right), *(Cell(str(count), value=count) for count in counts)])
-        header = ["model", "both pictures right, %", "pairs examined", "cases", "failures among them"]
-        return [*panels, Table("Pairs that the cases were chosen from", header, rows)]
+        header = ["model", "every picture right, %", "examined", "cases", "failures among them"]
+        return [*panels, Table("What the cases were chosen from", header, rows)]
 
     def _explorer(self, result: Shown, place: int) -> Explorer:
-        return Explorer(f"{self.name}-{place}", f"{self.title}: {result.name}", _names(result), result.summary["cases"])
+        cases = result.summary["cases"]
+        measured = [] if result.panels is None else result.panels(self.case_ids(result.summary))
+        return Explorer(f"{self.name}-{place}", f"{self.title}: {result.name}", _names(result), cases, measured)
+
+    @override
+    def case_ids(self, summary: Mapping[str, Any]) -> frozenset[str]:
+        return case_ids(summary)
+
+
+def case_ids(summary: Mapping[str, Any]) -> frozenset[str]:
+    """Ids of the samples and pairs behind the cases of ``cases.json``: those for which others record detail."""
+    return frozenset(name for case in summary["cases"] for name in (case["id"], *case.get("ids", ())))
 
 
 def both_right(replies: Sequence[Said]) -> bool:
-    """Whether both pictures of a pair were answered rightly."""
+    """Whether every picture of a question was answered rightly."""
     return all(one["verdict"] == "right" for one in replies)
 
 

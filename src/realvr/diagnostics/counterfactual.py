@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 from typing_extensions import override
@@ -23,15 +23,21 @@ from typing_extensions import override
 from realvr.answers import POLICIES
 from realvr.diagnostics import counterfactual_summary, results
 from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.counterfactual_figure import flips_figure
 from realvr.diagnostics.counterfactual_summary import RATES, summarise_pairs
 from realvr.diagnostics.distances import Distances
+from realvr.diagnostics.edits import words
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.pairs import Pair
+from realvr.diagnostics.seeds import seeds_table
 from realvr.errors import UserError
 from realvr.evaluation.published import published
 from realvr.runs.journal import Record, read_records
 from realvr.widgets import DASH, FEW_PAIRS, Cell, Figures, Switch, Table, Text, Widget, number, share, with_std
 from realvr.widgets.charts import Bar, forest
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Protocol = Literal["two-turn", "separate"]
 FirstSpan = Literal["keep", "drop"]
@@ -122,6 +128,7 @@ class Counterfactual(Diagnostic[CounterfactualSettings]):
     shape = results.Counterfactual
     command = "realvr counterfactual MODEL PAIRS --out DIR"
     unit = "pairs"
+    examples = (24, 512)
     order = 10
     highlights = (
         Highlight(
@@ -228,6 +235,13 @@ class Counterfactual(Diagnostic[CounterfactualSettings]):
                 panels.append((f"protocol-{name.replace('/', '-')}", label, inside))
         return [Switch("Protocol", panels)] if panels else []
 
+    @override
+    def figure(self, results: Sequence[Shown]) -> Figure | None:
+        protocols = [(label, _of_protocol(results, name)) for name, (label, _) in _PROTOCOLS.items()]
+        return flips_figure(
+            [(label, [Shown(one.name, numbers, one.number) for one, _, numbers in of]) for label, of in protocols]
+        )
+
 
 def _of_protocol(results: Sequence[Shown], name: str) -> list[tuple[Shown, str, Any]]:
     """(model, how it is called, its numbers); one without a span has one two-turn protocol, which is in both."""
@@ -265,9 +279,15 @@ def _protocol(label: str, chosen: Sequence[tuple[Shown, str, Any]]) -> list[Widg
             figures.append((name, forest(drawn, alt, "%")))
     header = ["arm", "edit", "|C| / |U|", *(f"{name}, %" for name in _RATES.values())]
     note = "Wilson intervals, counts behind them; a parse failure counts as wrong and as no change."
-    return [Figures(f"{label}: flips", figures), Table(f"{label}: paired behaviour", header, rows, note)]
+    columns = {f"{_RATES[key]}, %": _macro(key) for key in ("strict_correct_flip", "false_flip")}
+    by_seed = [Shown(result.name, numbers, result.number) for result, _, numbers in chosen]
+    seeds = seeds_table(f"{label}: mean over edits, over training seeds", by_seed, columns)
+    return [Figures(f"{label}: flips", figures), Table(f"{label}: paired behaviour", header, rows, note), *seeds]
 
 
-def words(edit: str) -> str:
-    """The name of an edit as text."""
-    return edit.replace("_", " ")
+def _macro(key: str) -> Callable[[Any], float | None]:
+    def value(numbers: Mapping[str, Any]) -> float | None:
+        rate: float | None = numbers["macro"][key]["rate"]
+        return None if rate is None else 100 * rate
+
+    return value

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import TYPE_CHECKING, Any, NotRequired
 
 from typing_extensions import TypedDict, override
 
 from realvr.diagnostics import results as shapes
 from realvr.diagnostics.base import Diagnostic, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.counterfactual_figure import distances_figure
 from realvr.diagnostics.counterfactual_summary import DISTANCES, summarise_distances
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import controls_line
@@ -29,6 +30,9 @@ from realvr.diagnostics.pairs import Pair, unrelated
 from realvr.evaluation.published import published
 from realvr.runs.journal import Record
 from realvr.widgets import DASH, Cell, Table, Widget, average, number
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Summary(TypedDict):
@@ -56,6 +60,7 @@ class Distances(Diagnostic):
     )
     shape = Summary
     unit = "pairs"
+    examples = (24, 512)
     order = 20
 
     @override
@@ -115,3 +120,7 @@ class Distances(Diagnostic):
             "latents; final: between the states from which the answer begins."
         )
         return [Table("How far an edit moves the span", header, rows, note)]
+
+    @override
+    def figure(self, results: Sequence[Shown]) -> Figure | None:
+        return distances_figure(results)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 from typing_extensions import override
@@ -28,12 +28,15 @@ from realvr.diagnostics.counterfactual import AnswerSettings
 from realvr.diagnostics.exchange_summary import record_key, summarise_exchange
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import controls_line
-from realvr.diagnostics.pairs import Pair, unrelated
+from realvr.diagnostics.pairs import Pair, changed_pairs, unrelated
 from realvr.errors import UserError
 from realvr.evaluation.published import published
 from realvr.latent.steps import check_steps, parse_numbers, parse_steps
 from realvr.runs.journal import Record
 from realvr.widgets import DASH, Cell, Table, Widget, average, number
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 USUAL_KS = (1, 2, 4, 8)
 DIRECTIONS = ("edited-to-original", "original-to-edited")
@@ -167,6 +170,7 @@ class Exchange(Diagnostic[ExchangeSettings]):
     batch = 4
     unit = "pairs"
     order = 30
+    examples: ClassVar[tuple[int, int]] = (16, 512)
     highlights = (
         Highlight(
             "donor-answer lift (points)",
@@ -177,12 +181,7 @@ class Exchange(Diagnostic[ExchangeSettings]):
 
     def select(self, items: Sequence[Pair], data: Path) -> list[Pair]:
         """Pairs whose right answer changes."""
-        changed = [pair for pair in items if pair.changed]
-        if not changed:
-            raise UserError(
-                f"{data}: the right answer changes in none of its {len(items)} pairs; there is nothing to swap"
-            )
-        return changed
+        return changed_pairs(items, data)
 
     @override
     def settle(self, model: Model) -> None:
@@ -279,3 +278,7 @@ class Exchange(Diagnostic[ExchangeSettings]):
     @override
     def draw(self, results: Sequence[Shown]) -> list[Widget]:
         return exchange_drawing.drawn(results)
+
+    @override
+    def figure(self, results: Sequence[Shown]) -> Figure | None:
+        return exchange_drawing.figure(results)

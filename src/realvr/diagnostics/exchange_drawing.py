@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from realvr.diagnostics.base import Shown
 from realvr.widgets import Cell, Figures, Key, Table, Text, Widget, average, number, share
 from realvr.widgets.charts import Line, Point, lines
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 def drawn(results: Sequence[Shown]) -> list[Widget]:
@@ -150,3 +154,103 @@ def _sham(result: Shown) -> str:
 def _small(value: float) -> str:
     """Two digits that no line break divides."""
     return f"{value:.2g}".replace("-", "\u2212")
+
+
+# ---------------------------------------------------------------------- for print
+
+_MARKS: dict[str, dict[str, Any]] = {
+    "contrast": {"linestyle": "-"},
+    "random": {"linestyle": ":", "mfc": "white"},
+    "full": {"linestyle": "", "marker": "*", "markersize": 9},
+    "unrelated": {"linestyle": "", "marker": "x", "markersize": 6},
+}
+_PRINTED = {
+    "contrast": "largest contrast",
+    "random": "random positions",
+    "full": "whole span",
+    "unrelated": "unrelated donor, whole span",
+}
+
+
+def figure(results: Sequence[Shown]) -> Figure | None:
+    """(a) lift and (b) margin shift by k; (c) lift from step t on and (d) counted from the step at which the views
+    part, where the data are ordered and steps were swapped."""
+    from realvr.widgets import figures
+
+    known = [one for one in results if one.summary["rows"]]
+    if not known:
+        return None
+    stepped = [one for one in known if any("from_step" in row for row in one.summary["rows"])]
+    parted = [one for one in stepped if one.summary.get("parting")]
+    made, axes = figures.new(2 if stepped else 1, 2, height=4.9 if stepped else 2.7)
+    for ax, letter, key, title, unit in (
+        (axes[0][0], "a", "donor_lift", "Donor-answer lift", "points"),
+        (axes[0][1], "b", "margin_shift", "Donor-margin shift", "nats"),
+    ):
+        figures.panel(ax, letter, title)
+        for one in known:
+            for name, line in _MARKS.items():
+                _printed(ax, one, [(row["k"], row[key]) for row in one.summary["rows"] if _is(row, name)], line)
+        ax.set(xlabel="replaced latents k", ylabel=unit)
+        ax.axhline(0, color="#999999", linewidth=0.8)
+    if stepped:
+        _print_steps(axes[1][0], stepped)
+        _print_parting(axes[1][1], parted)
+    _legend(made, known)
+    return made
+
+
+def _is(row: Mapping[str, Any], name: str) -> bool:
+    return row["condition"] == "unrelated" if name == "unrelated" else _swapped(name, row)
+
+
+def _printed(ax: Axes, one: Shown, points: Sequence[tuple[float, Any]], line: Mapping[str, Any]) -> None:
+    from realvr.widgets import figures
+
+    known = [(x, found) for x, found in points if found["mean"] is not None]
+    mean, low, high = ([found[end] for _, found in known] for end in ("mean", "low", "high"))
+    if known:
+        figures.curve(ax, [x for x, _ in known], mean, low, high, one.number, **line)
+
+
+def _print_steps(ax: Axes, results: Sequence[Shown]) -> None:
+    from realvr.widgets import figures
+
+    figures.panel(ax, "c", "Donor's latents from step t on")
+    for one in results:
+        rows = [row for row in one.summary["rows"] if _swapped("full", row) or "from_step" in row]
+        points = {row.get("from_step", 1): row["donor_lift"] for row in rows}
+        _printed(ax, one, sorted(points.items()), {"linestyle": "-"})
+    ax.set(xlabel="first replaced latent t", ylabel="donor-answer lift, points")
+    ax.axhline(0, color="#999999", linewidth=0.8)
+
+
+def _print_parting(ax: Axes, results: Sequence[Shown]) -> None:
+    """What is expected: with every latent from the parting on replaced, the lift of the whole span."""
+    from realvr.widgets import figures
+
+    figures.panel(ax, "d", "Counted from where the views part")
+    if not results:
+        figures.empty(ax, "none: the data do not say where the views part")
+        return
+    for one in results:
+        _printed(ax, one, [(row["offset"], row["donor_lift"]) for row in one.summary["parting"]], {"linestyle": "-"})
+        whole = next((row["donor_lift"]["mean"] for row in one.summary["rows"] if _swapped("full", row)), None)
+        if whole is not None:
+            last = min(row["offset"] for row in one.summary["parting"])
+            ax.plot([last, 0], [whole, whole], color=figures.color(one.number), linestyle="--", linewidth=0.9)
+    ax.axvline(0, color="#999999", linewidth=0.8)
+    ax.axhline(0, color="#999999", linewidth=0.8)
+    ax.set(xlabel="t − step of parting (dashes: whole span)", ylabel="donor-answer lift, points")
+
+
+def _legend(made: Figure, results: Sequence[Shown]) -> None:
+    from matplotlib.lines import Line2D
+
+    from realvr.widgets import figures
+
+    handles = [Line2D([], [], color=figures.color(one.number), linewidth=4, label=one.name) for one in results]
+    for name, line in _MARKS.items():
+        style = {"marker": "o", "color": "#444444"} | dict(line)
+        handles.append(Line2D([], [], label=_PRINTED[name], **style))
+    made.legend(handles=handles, loc="outside upper center", ncols=4)

@@ -22,6 +22,8 @@ from realvr.widgets import Cell, Figures, Table, Widget, average, number
 from realvr.widgets.charts import Bar, forest
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from realvr.backbone.types import Prompt
 
 _NUMBERS = {"margin": "evidence margin g", "cos_positive": "cos to p⁺", "oracle_margin": "g of the evidence itself"}
@@ -50,6 +52,7 @@ class Grounding(Diagnostic[GroundingSettings]):
     Settings = GroundingSettings
     shape = results.Grounding
     batch = 32
+    examples = (100, 1000)
     order = 40
     highlights = (
         Highlight(
@@ -155,6 +158,33 @@ class Grounding(Diagnostic[GroundingSettings]):
             return [table]
         alt = f"Evidence margin g with 95 % intervals: {'; '.join(spoken)}."
         return [Figures("Evidence margin", [("Evidence margin g", forest(bars, alt, ""))]), table]
+
+    @override
+    def figure(self, results: Sequence[Shown]) -> Figure | None:
+        from realvr.widgets import figures
+
+        known = [one for one in results if one.summary["questions"]]
+        if not known:
+            return None
+        made, axes = figures.new(1, len(_NUMBERS), height=0.9 + 0.35 * len(known), sharey=True)
+        for ax, letter, (key, words) in zip(axes[0], "abc", _NUMBERS.items(), strict=True):
+            figures.panel(ax, letter, words)
+            for row, one in enumerate(known):
+                found, color = one.summary[key], figures.color(one.number)
+                if found["mean"] is None:
+                    ax.text(0, row, "none", va="center", color=color)
+                    continue
+                ends = [[found["mean"] - found["low"]], [found["high"] - found["mean"]]]
+                mark = figures.MARKERS[one.number % len(figures.MARKERS)]
+                ax.errorbar([found["mean"]], [row], xerr=ends, fmt=mark, color=color, capsize=2)
+                ax.annotate(
+                    f"{found['mean']:.3f}", (found["mean"], row), (0, 6), textcoords="offset points", fontsize=7
+                )
+            ax.axvline(0, color="#999999", linewidth=0.8)
+            ax.set_yticks(range(len(known)), [one.name for one in known])
+            ax.set_ylim(len(known) - 0.5, -0.6)
+            ax.grid(axis="x", visible=True)
+        return made
 
 
 def _prompt(model: Model, sample: Sample) -> Prompt | str:

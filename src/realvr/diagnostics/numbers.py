@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from realvr.evaluation.statistics import interval
 
@@ -51,12 +53,68 @@ def mean(values: Sequence[float]) -> dict[str, Any]:
     if not values:
         return {"mean": None, "low": None, "high": None, "pairs": 0}
     array = np.asarray(values, dtype=np.float64)
-    rng = np.random.default_rng(_SEED)
+    low, high = interval(_resampled(array, np.random.default_rng(_SEED)))
+    return {"mean": float(array.mean()), "low": low, "high": high, "pairs": len(array)}
+
+
+def _resampled(array: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:
+    """Means (R,) of draws with replacement."""
     several = max(1, 2**22 // len(array))  # resamples drawn at once: 32 MB of indices
     sizes = [min(several, RESAMPLES - start) for start in range(0, RESAMPLES, several)]
-    drawn = np.concatenate([array[rng.integers(0, len(array), (size, len(array)))].mean(1) for size in sizes])
-    low, high = interval(drawn)
-    return {"mean": float(array.mean()), "low": low, "high": high, "pairs": len(array)}
+    return np.concatenate([array[rng.integers(0, len(array), (size, len(array)))].mean(1) for size in sizes])
+
+
+def difference(first: Sequence[float], second: Sequence[float]) -> dict[str, Any]:
+    """Mean of one group minus mean of another, with a bootstrap interval that resamples each; None where one is
+    empty. ``pairs`` counts both."""
+    if not first or not second:
+        return {"mean": None, "low": None, "high": None, "pairs": len(first) + len(second)}
+    rng, groups = np.random.default_rng(_SEED), [np.asarray(group, dtype=np.float64) for group in (first, second)]
+    low, high = interval(_resampled(groups[0], rng) - _resampled(groups[1], rng))
+    between = float(groups[0].mean() - groups[1].mean())
+    return {"mean": between, "low": low, "high": high, "pairs": len(first) + len(second)}
+
+
+def short(value: float) -> float:
+    """Six significant digits: what a record keeps of a number."""
+    return float(f"{value:.6g}")
+
+
+def hashed(text: str) -> int:
+    """A number for a text such as an id, the same in every process. Half a surrogate pair, as JSON may hold it, has no
+    UTF-8 and is escaped."""
+    return zlib.crc32(text.encode("utf-8", "backslashreplace"))
+
+
+def ratio(tops: Sequence[float], bottoms: Sequence[float]) -> dict[str, Any]:
+    """Ratio of two means over the same pairs, with its bootstrap interval; None without a pair or with nothing below.
+
+    Not the mean of ratios: a pair weighs by what it has below.
+    """
+    below, above = np.asarray(bottoms, dtype=np.float64), np.asarray(tops, dtype=np.float64)
+    if not len(above) or not below.sum() > 0:
+        return {"mean": None, "low": None, "high": None, "pairs": len(above)}
+    rng = np.random.default_rng(_SEED)
+    # How often each pair is drawn: n draws with replacement are a multinomial count.
+    counts = rng.multinomial(len(above), np.full(len(above), 1 / len(above)), RESAMPLES)
+    under = counts @ below
+    drawn = (counts @ above) / np.where(under > 0, under, np.nan)
+    low, high = interval(drawn[np.isfinite(drawn)])
+    return {"mean": float(above.sum() / below.sum()), "low": low, "high": high, "pairs": len(above)}
+
+
+def columns(rows: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
+    """Mean of each column of one row per question, such as a value for each latent. Rows may differ in length."""
+    most = max((len(row) for row in rows), default=0)
+    return [mean([row[place] for row in rows if place < len(row)]) for place in range(most)]
+
+
+def by_number(text: str) -> tuple[float, str]:
+    """To sort values of a tag: numbers by value, other texts behind them."""
+    try:
+        return float(text), text
+    except ValueError:
+        return math.inf, text
 
 
 def percent(found: dict[str, Any], counts: bool = True) -> str:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 from realvr.answers import canonical_answer, equal
 from realvr.data.readers.base import ReadOptions
-from realvr.data.reading import Report, read
+from realvr.data.reading import Report
 from realvr.data.sample import Sample
+from realvr.diagnostics.folders import BENCHMARK, read_all
 from realvr.errors import UserError
 from realvr.imaging.pictures import picture_keys
 
@@ -65,6 +68,44 @@ class Pair:
         return found if isinstance(found, int) else None
 
 
+@dataclass(frozen=True)
+class Single:
+    """One question about its own pictures, with what a `Pair` has: for a diagnostic that takes both."""
+
+    original: Sample
+
+    @property
+    def id(self) -> str:
+        """The sample's."""
+        return self.original.id
+
+    @property
+    def edit(self) -> str:
+        """There is none."""
+        return ""
+
+    @property
+    def views(self) -> tuple[Sample, ...]:
+        """The only one."""
+        return (self.original,)
+
+    @cached_property
+    def truths(self) -> tuple[str, ...]:
+        """The right answer."""
+        found = canonical_answer(self.original.answer, self.original.choices)
+        if found is None:
+            raise UserError(f"{self.id}: the right answer names no option of its question")
+        return (found,)
+
+
+Asked = Pair | Single
+
+
+def benchmark_of(item: Asked) -> str:
+    """Benchmark that a question is of: the folder that it was read from where there are several, else its task."""
+    return item.original.tags.get(BENCHMARK) or item.original.task
+
+
 @dataclass
 class PairReport:
     """What was left out of the pairs, and what looked wrong, by pair id."""
@@ -111,13 +152,7 @@ def read_pairs(path: str | Path, limit: int | None = None) -> tuple[list[Pair], 
 
     ``limit`` keeps the first so many of each edit. An input without a single pair is an error.
     """
-    if limit is not None and limit < 1:
-        raise UserError(f"--limit is {limit}: at least one pair per edit is needed")
-    reading = Report()
-    # A picture that cannot be used is met when it is asked about, and its pair stays in the denominators.
-    options = ReadOptions(check_images="none", broken_images="keep")
-    pairs, report = pair_up(read(path, options=options, report=reading))
-    report.dropped_rows = sum(reading.dropped.values())
+    _, pairs, report = _read(path, limit)
     if not pairs:
         raise UserError(
             f"{path}: no counterfactual pair found. Two samples that share 'pair', tagged view=original and "
@@ -125,6 +160,27 @@ def read_pairs(path: str | Path, limit: int | None = None) -> tuple[list[Pair], 
             + "".join(f"; {line}" for line in report.lines())
         )
     return first_of_each(pairs, limit), report
+
+
+def read_asked(path: str | Path, limit: int | None = None) -> tuple[list[Asked], PairReport]:
+    """Pairs, and behind them the samples of no pair."""
+    every, pairs, report = _read(path, limit)
+    found = with_singles(every, pairs, report)
+    if not found:
+        raise UserError(f"{path}: no sample can be read (realvr data check {path} says why)")
+    return first_of_each(found, limit), report
+
+
+def _read(path: str | Path, limit: int | None) -> tuple[list[Sample], list[Pair], PairReport]:
+    if limit is not None and limit < 1:
+        raise UserError(f"--limit is {limit}: at least one pair per edit is needed")
+    reading = Report()
+    # A picture that cannot be used is met when it is asked about, and its pair stays in the denominators.
+    options = ReadOptions(check_images="none", broken_images="keep")
+    every = list(read_all(path, options, reading))
+    pairs, report = pair_up(every)
+    report.dropped_rows = sum(reading.dropped.values())
+    return every, pairs, report
 
 
 def pair_up(samples: Iterable[Sample]) -> tuple[list[Pair], PairReport]:
@@ -173,20 +229,46 @@ def _pair(name: str, members: Sequence[Sample], report: PairReport) -> Pair | No
     return pair
 
 
-def first_of_each(pairs: Sequence[Pair], limit: int | None) -> list[Pair]:
-    """At most ``limit`` pairs of each edit, in order."""
+def changed_pairs(pairs: Sequence[Pair], data: Path) -> list[Pair]:
+    """Pairs whose right answer changes; an error where there is none."""
+    changed = [pair for pair in pairs if pair.changed]
+    if not changed:
+        raise UserError(f"{data}: the right answer changes in none of its {len(pairs)} pairs; there is nothing to swap")
+    return changed
+
+
+def with_singles(samples: Iterable[Sample], pairs: Sequence[Pair], report: PairReport) -> list[Asked]:
+    """The pairs, and behind them the samples of no pair; those without a readable answer are counted."""
+    report.single.clear()  # they are not left out
+    kept: list[Asked] = [*pairs]
+    for sample in samples:
+        if sample.pair is not None or not sample.shown:
+            continue
+        if canonical_answer(sample.answer, sample.choices) is None:
+            report.unreadable.append(sample.id)
+        else:
+            kept.append(Single(sample))
+    return kept
+
+
+T = TypeVar("T", bound=Asked)
+
+
+def first_of_each(pairs: Sequence[T], limit: int | None) -> list[T]:
+    """At most ``limit`` pairs of each edit, in order; of several benchmarks, of each edit of each."""
     if limit is None:
         return list(pairs)
-    seen: dict[str, int] = {}
+    seen: Counter[tuple[str, str]] = Counter()
     kept = []
     for pair in pairs:
-        seen[pair.edit] = seen.get(pair.edit, 0) + 1
-        if seen[pair.edit] <= limit:
+        kind = pair.original.tags.get(BENCHMARK, ""), pair.edit
+        seen[kind] += 1
+        if seen[kind] <= limit:
             kept.append(pair)
     return kept
 
 
-def fingerprint(pairs: Iterable[Pair]) -> str:
+def fingerprint(pairs: Iterable[Asked]) -> str:
     """SHA-256 over what is asked, in order, and the right answers; the pictures are not read."""
     digest = hashlib.sha256()
     for pair in pairs:

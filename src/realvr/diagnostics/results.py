@@ -231,7 +231,20 @@ class SteerStep(TypedDict):
     unchanged: Rate
     under_way: Outcomes
     ended: Outcomes
+    random: NotRequired[Outcomes]
+    later_random: NotRequired[Mean]
     skipped: dict[Text, int]
+
+
+class SteerDistance(TypedDict):
+    """Moves over ``near`` … ``far`` cells: percentage of answers that follow, by condition."""
+
+    near: int
+    far: int
+    moved: Mean
+    own_place: Mean
+    random: Mean
+    later_moved: Mean
 
 
 class Steer(TypedDict):
@@ -241,5 +254,6 @@ class Steer(TypedDict):
     questions: int
     follows: Mean
     steps: list[SteerStep]
+    distances: NotRequired[list[SteerDistance]]
     errors: int
     settings: NotRequired[Settings]

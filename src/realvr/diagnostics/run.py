@@ -1,32 +1,36 @@
 """Run diagnostics: read data, check needs, measure what is missing, summarise and write, on one process or several.
 
 ``NAME_settings.json`` holds what decides the records, ``NAME.jsonl`` the records as they come, ``NAME.json``, ``.md``
-and ``.csv`` the summary. Batches are cut from the whole list, not from what is missing, so that a resumed run and one
-on several processes repeat the same arithmetic. No torch before the model is loaded.
+and ``.csv`` the summary, ``NAME-states`` hidden states of diagnostics that need those of all samples at
+once. Batches are cut from the whole list, not from what is missing, so that a resumed run and one on several processes
+repeat the same arithmetic. No torch before the model is loaded.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from realvr.diagnostics.base import DIAGNOSTICS, Diagnostic, Item, Samples
+from realvr.diagnostics.base import DETAILED, DIAGNOSTICS, Diagnostic, Item, Samples, Shown
+from realvr.diagnostics.data import Data, read_data
 from realvr.diagnostics.files import write_csv
 from realvr.diagnostics.model import Model
-from realvr.diagnostics.pairs import fingerprint, read_pairs
 from realvr.diagnostics.settings import DiagnoseSettings
+from realvr.diagnostics.states import StateFiles
 from realvr.errors import UserError
-from realvr.evaluation.processes import Ranks, check_count, launch
+from realvr.evaluation.processes import Ranks
+from realvr.imaging.reference import ImageRef
 from realvr.runs.files import write_atomically
 from realvr.runs.folder import RunFolder, open_run_folder
 from realvr.runs.guard import note
 from realvr.runs.journal import Journal, merge, summarising
+from realvr.runs.launching import check_count, launch
 from realvr.runs.progress import Bar, busy
+from realvr.widgets.figures import files
 
 if TYPE_CHECKING:
     from realvr.evaluation.model_responder import ModelResponder
@@ -44,11 +48,11 @@ def diagnose(
     check_count(settings.processes)
     settings.check()
     for one in chosen[1:]:
-        if one.needs.pairs != chosen[0].needs.pairs or one.needs.boxes != chosen[0].needs.boxes:
+        if one.needs.data != chosen[0].needs.data:
             raise UserError(f"{chosen[0].name} and {one.name} need different data: run one after the other")
     if settings.processes == 1:
         return diagnose_share(chosen, settings, verb)
-    launch(share_to_json(chosen, settings, verb), settings.processes, "realvr.diagnostics.worker")
+    launch(["-m", "realvr.diagnostics.worker", share_to_json(chosen, settings, verb)], settings.processes)
     files = [one.result_file().load(Path(settings.out) / f"{one.name}.json") for one in chosen]
     return {one.name: content for one, content in zip(chosen, files, strict=True)}
 
@@ -77,60 +81,6 @@ def diagnose_share(
         return run.finish(diagnostics, journals) if show else {}
 
 
-# ---------------------------------------------------------------------- data
-
-
-@dataclass(frozen=True)
-class Data:
-    """Samples or pairs, and what was left out of them."""
-
-    items: list[Item]
-    digest: str
-    """SHA-256 over what is asked."""
-    left_out: dict[str, int] = field(default_factory=dict)
-    lines: list[str] = field(default_factory=list)
-
-
-def read_data(diagnostic: Diagnostic, settings: DiagnoseSettings) -> Data:
-    """What a diagnostic measures, in file order; a `UserError` where the data lacks what it needs."""
-    if diagnostic.needs.pairs:
-        pairs, report = read_pairs(settings.data, settings.limit)
-        if diagnostic.needs.boxes and not any(view.boxes for pair in pairs for view in pair.views):
-            raise UserError(_no_boxes(diagnostic, settings, len(pairs)))
-        return Data(pairs, fingerprint(pairs), report.counts(), report.lines())
-    from realvr.data.readers.base import ReadOptions
-    from realvr.data.reading import Report, read
-
-    report_of_rows = Report()
-    # A picture that cannot be used is met when it is read, and its sample is counted among the errors.
-    options = ReadOptions(check_images="none", broken_images="keep")
-    every = list(read(settings.data, options=options, report=report_of_rows))
-    samples = [sample for sample in every if sample.boxes] if diagnostic.needs.boxes else every
-    if diagnostic.needs.boxes and not samples:
-        raise UserError(_no_boxes(diagnostic, settings, len(every)))
-    if not samples:
-        raise UserError(f"{settings.data}: no sample can be read (realvr data check {settings.data} says why)")
-    left_out = {"dropped_rows": sum(report_of_rows.dropped.values()), "without_boxes": len(every) - len(samples)}
-    told = {
-        "dropped_rows": "rows could not be read (realvr data check says why)",
-        "without_boxes": "samples have no evidence boxes and were left out",
-    }
-    lines = [f"{left_out[name]} {sentence}" for name, sentence in told.items() if left_out[name]]
-    samples = samples[: settings.limit]
-    digest = hashlib.sha256()
-    for sample in samples:
-        boxes = [[box.image, *box.xyxy] for box in sample.boxes]
-        digest.update(json.dumps([sample.id, sample.question, *sample.choices, sample.answer, boxes]).encode())
-    return Data(samples, digest.hexdigest(), left_out, lines)
-
-
-def _no_boxes(diagnostic: Diagnostic, settings: DiagnoseSettings, count: int) -> str:
-    return (
-        f"{settings.data}: none of its {count} samples has evidence boxes, which diagnostic {diagnostic.name} needs: "
-        "give data with boxes (realvr data show DATA draws them; `realvr world make OUT --split validation` makes some)"
-    )
-
-
 # ---------------------------------------------------------------------- model
 
 
@@ -144,8 +94,8 @@ def load_model(diagnostics: Sequence[Diagnostic], settings: DiagnoseSettings, ra
     spans = next((one.name for one in diagnostics if one.needs.span), None)
 
     def load(path: str, needing: str | None, latents: int | None, second: Model | None = None) -> Model:
-        responder = _responder(settings, path, ranks)
-        return Model(responder, _latents(needing, path, responder, latents, ranks.rank == 0), second)
+        responder = load_responder(settings, path, ranks)
+        return Model(responder, chosen_latents(needing, path, responder, latents, ranks.rank == 0), second)
 
     second = None
     if settings.second_model:  # one that is only compared with may have another K, or no span
@@ -153,7 +103,8 @@ def load_model(diagnostics: Sequence[Diagnostic], settings: DiagnoseSettings, ra
     return load(settings.model, spans, settings.latents, second)
 
 
-def _responder(settings: DiagnoseSettings, path: str, ranks: Ranks) -> ModelResponder:
+def load_responder(settings: DiagnoseSettings, path: str, ranks: Ranks) -> ModelResponder:
+    """A model as the settings say, answering greedily."""
     from realvr.backbone.backbone import Backbone
     from realvr.evaluation.model_responder import ModelResponder
     from realvr.latent.sampling import Sampling
@@ -166,6 +117,7 @@ def _responder(settings: DiagnoseSettings, path: str, ranks: Ranks) -> ModelResp
             path,
             device=ranks.device(settings.device),
             dtype=settings.dtype,
+            sharded=settings.sharded,
             min_tokens=settings.min_tokens,
             max_tokens=settings.max_tokens,
             announce=ranks.rank == 0,
@@ -173,7 +125,7 @@ def _responder(settings: DiagnoseSettings, path: str, ranks: Ranks) -> ModelResp
     return ModelResponder(backbone, sampling, path=path)
 
 
-def _latents(needing: str | None, path: str, responder: ModelResponder, asked: int | None, show: bool) -> int:
+def chosen_latents(needing: str | None, path: str, responder: ModelResponder, asked: int | None, show: bool) -> int:
     """K to measure with: what was asked for where that makes sense, else the checkpoint's. ``needing``: the diagnostic
     that needs a span."""
     trained = int(responder.latents)
@@ -243,15 +195,25 @@ class Run:
     def _journal(self, diagnostic: Diagnostic) -> Path:
         return self.out / f"{diagnostic.name}.jsonl"
 
-    def measure(self, diagnostic: Diagnostic) -> Journal:
-        """Records of everything that the journal lacks; in the first process the journal is then complete."""
+    def complete(self, diagnostic: Diagnostic) -> bool:
+        """Whether the journal already has every record; asked after `claim`, which makes one file of several."""
+        done = Journal(self._journal(diagnostic), diagnostic.key).done
+        items = diagnostic.select(self.data.items, Path(self.settings.data))
+        return all(diagnostic.complete(item, done) for item in items)
+
+    def measure(self, diagnostic: Diagnostic, detailed: Collection[str] | None = None, number: str = "") -> Journal:
+        """Records of everything that the journal lacks; in the first process the journal is then complete.
+
+        ``detailed``: ids of the samples that the case browser shows, by default the first. ``number``: which of several
+        diagnostics this is, for the bar.
+        """
         items = diagnostic.select(self.data.items, Path(self.settings.data))
         size = self.settings.batch or diagnostic.batch
         ranks, path = self.ranks, self._journal(diagnostic)
         journal = Journal(path, diagnostic.key, ranks.rank, ranks.world)
         own = sum(map(len, share_of(items, size, ranks)))
-        with Bar(f"{diagnostic.name}, {diagnostic.unit}", own, show=ranks.rank == 0) as bar:
-            measure_all(diagnostic, self.model, items, journal, size, ranks, bar)
+        with Bar(f"{number}{diagnostic.name}, {diagnostic.unit}", own, show=ranks.rank == 0) as bar:
+            measure_all(diagnostic, self.model, items, journal, size, ranks, bar, detailed)
         ranks.barrier()
         if ranks.rank:
             return journal
@@ -262,18 +224,25 @@ class Run:
         merge(path, diagnostic.key, lambda record: places.get(record[diagnostic.item], len(places)))
         return Journal(path, diagnostic.key)
 
-    def finish(self, diagnostics: Sequence[Diagnostic], journals: Sequence[Journal]) -> dict[str, dict[str, Any]]:
-        """Summaries from the journals, as files and by name; prints what a reader of the numbers must know."""
+    def finish(
+        self,
+        diagnostics: Sequence[Diagnostic],
+        journals: Sequence[Journal],
+        others: Mapping[str, Any] | None = None,
+        show: bool = True,
+    ) -> dict[str, dict[str, Any]]:
+        """Summaries from the journals, as files and by name. ``others`` are those of diagnostics that were run before
+        in this folder; with ``show``, what a reader of the numbers must know is printed."""
         summaries: dict[str, Any] = {}
         outside = any(not type(one).__module__.startswith("realvr.") for one in diagnostics)
         with summarising(*journals, outside=outside):
             for diagnostic, journal in zip(diagnostics, journals, strict=True):
                 summaries[diagnostic.name] = diagnostic.summarised(journal.records)
             for diagnostic in diagnostics:
-                whole = diagnostic.extend(summaries[diagnostic.name], summaries, self.out)
+                whole = diagnostic.extend(summaries[diagnostic.name], {**(others or {}), **summaries}, self.out)
                 summaries[diagnostic.name] = whole | {"settings": self.record(diagnostic)}
                 self._write(diagnostic, summaries[diagnostic.name])
-        for diagnostic, journal in zip(diagnostics, journals, strict=True):
+        for diagnostic, journal in zip(diagnostics, journals, strict=True) if show else ():
             count = len(diagnostic.select(self.data.items, Path(self.settings.data)))
             for line in diagnostic.notes(journal.records, summaries[diagnostic.name], count):
                 note(line)
@@ -285,6 +254,16 @@ class Run:
         diagnostic.result_file().dump(name.with_name(f"{name.name}.json"), summary)
         write_atomically(name.with_name(f"{name.name}.md"), text)
         write_csv(name.with_name(f"{name.name}.csv"), rows)
+        write_figures(diagnostic, [Shown(title, summary)], self.out)
+
+
+def write_figures(diagnostic: Diagnostic, results: Sequence[Shown], folder: Path) -> list[Path]:
+    """NAME.svg and NAME.png of one model or several; the files."""
+    written = []
+    for file, content in files(lambda: diagnostic.figure(results), diagnostic.name).items():
+        write_atomically(folder / file, content)
+        written.append(folder / file)
+    return written
 
 
 def share_of(items: Sequence[Item], batch: int, ranks: Ranks) -> list[Sequence[Item]]:
@@ -300,25 +279,55 @@ def measure_all(
     batch: int,
     ranks: Ranks = Ranks(),  # noqa: B008  # frozen
     bar: Bar | None = None,
+    detailed: Collection[str] | None = None,
 ) -> None:
     """Measure what the journal lacks, batch by batch; of several processes, the share of this one."""
     diagnostic.settle(model)
     batches = share_of(items, batch, ranks)
+    chosen = [item.id for item in items[:DETAILED]] if detailed is None else detailed
     lacking = [not all(diagnostic.complete(item, journal.done) for item in part) for part in batches]
     if any(lacking):
         diagnostic.prepare(model, items)
-    for part, wanted in zip(batches, lacking, strict=True):
-        if wanted:
-            records = diagnostic.measure(model, Samples(part, frozenset(journal.done)))
-            journal.add(diagnostic.checked(records, part))
-            for item in part:
-                if not diagnostic.complete(item, journal.done):
-                    raise UserError(
-                        f"diagnostic {diagnostic.name} left {item.id} without a record: measure must yield what keys() "
-                        "names, or failed(sample, error)"
-                    )
-        if bar is not None:
-            bar.advance(len(part))
+    states = StateFiles(journal.path.parent / f"{diagnostic.name}-states")
+    with _pictures_ahead(
+        model, [part for part, wanted in zip(batches, lacking, strict=True) if wanted], ranks
+    ) as taken:
+        for number, (part, wanted) in enumerate(zip(batches, lacking, strict=True)):
+            if wanted:
+                place = (ranks.rank + number * ranks.world) * batch
+                records = diagnostic.measure(model, Samples(part, frozenset(journal.done), chosen, place, states))
+                journal.add(diagnostic.checked(records, part))
+                taken(part)
+                for item in part:
+                    if not diagnostic.complete(item, journal.done):
+                        raise UserError(
+                            f"diagnostic {diagnostic.name} left {item.id} without a record: measure must yield what "
+                            "keys() names, or failed(sample, error)"
+                        )
+            if bar is not None:
+                bar.advance(len(part))
+
+
+@contextmanager
+def _pictures_ahead(
+    model: Model, batches: Sequence[Sequence[Item]], ranks: Ranks
+) -> Iterator[Callable[[Sequence[Item]], None]]:
+    """Meanwhile threads prepare the pictures of the next batch, where the diagnostic asks the model for pictures; call
+    what this gives with each batch that is done."""
+    backbone = getattr(model.responder, "backbone", None)
+    if backbone is None:
+        yield lambda part: None
+        return
+    pictures = [list(dict.fromkeys(_pictures(part))) for part in batches]
+    order = (picture for part in pictures for picture in part)
+    with backbone.prepared_ahead(order, 2 * max(map(len, pictures), default=1), ranks.world) as ahead:
+        yield lambda part: ahead.discard(_pictures(part))
+
+
+def _pictures(part: Sequence[Item]) -> Iterator[ImageRef]:
+    for item in part:
+        for view in getattr(item, "views", (item,)):
+            yield from getattr(view, "images", ())
 
 
 # ---------------------------------------------------------------------- several processes

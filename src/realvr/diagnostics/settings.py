@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from realvr.errors import UserError
+from realvr.runs.launching import check_sharded
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class DiagnoseSettings:
         min_tokens: Fewest visual tokens per image (families with variable grids); by default those of its training.
         max_tokens: Most visual tokens per image (families with variable grids); by default those of its training.
         device: cpu, cuda, cuda:1, …; by default the GPU where there is one.
+        sharded: Spread the model over all GPUs of this machine, in one process: for models that no GPU holds.
         dtype: float32, bfloat16, float16; by default the checkpoint's own.
         take_over: Take OUT from a run on another machine that is gone for certain.
     """
@@ -43,6 +45,7 @@ class DiagnoseSettings:
     min_tokens: int | None = None
     max_tokens: int | None = None
     device: str | None = None
+    sharded: bool = False
     dtype: str | None = None
     take_over: bool = False
 
@@ -54,6 +57,7 @@ class DiagnoseSettings:
             raise UserError(f"--limit is {self.limit}: at least one sample is needed")
         if self.latents is not None and self.latents < 0:
             raise UserError(f"--latents is {self.latents}: the number of latent slots cannot be negative")
+        check_sharded(self.sharded, self.processes, self.device)
 
     def to_json(self) -> str:
         """For a process that does a share of the work."""

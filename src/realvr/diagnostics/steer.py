@@ -3,30 +3,41 @@
 z_t is replaced by the visual token (or the mean of several) of another place of the picture, and the recurrence goes on
 by itself. `steer_moves` has the rule for the place, `measuring.steer` does it, `steer_summary` has the numbers. Every
 moved latent has two shams at the same step: the visual token of the sample's *own* place there, and z_t itself put
-back, which must change nothing to the bit.
+back, which must change nothing to the bit; and a control: a random vector with the norm of the one that is put.
+
+Numbers: the share of answers that follow, by step (Wilson intervals) and by the distance of the place, rows plus
+columns of the board from the own place (of the picture's visual tokens where there is no board), in groups 1, 2, 3-4,
+5-8, …; there a question is one value, the mean over its steps, with a bootstrap interval. `steer_edit` moves a latent
+to an edited object, `steer_region` to any region.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from pydantic import Field, field_validator
 from typing_extensions import override
 
 from realvr.data.sample import Sample
 from realvr.diagnostics import results
-from realvr.diagnostics.base import Diagnostic, Highlight, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic, Highlight, Item, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.counterfactual import AnswerSettings
 from realvr.diagnostics.model import Model
+from realvr.diagnostics.steer_figure import Panel, by_distance, by_step, conditions_figure, distance_words
 from realvr.diagnostics.steer_moves import check, steerable
 from realvr.diagnostics.steer_summary import summarise_steer
 from realvr.errors import UserError
 from realvr.latent.steps import check_steps, parse_steps
 from realvr.runs.journal import Record
-from realvr.widgets import Cell, Figures, Key, Table, Text, Widget, average, number, share
+from realvr.widgets import DASH, Cell, Figures, Key, Table, Text, Widget, average, number, share
 from realvr.widgets.charts import Line, Point, lines
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from realvr.diagnostics.measuring.steer import SteerOptions
 
 USUAL_STEPS = (2, 4, 6)
 
@@ -57,7 +68,42 @@ class SteerSettings(AnswerSettings):
         return steps
 
 
-class Steer(Diagnostic[SteerSettings]):
+T = TypeVar("T", bound=SteerSettings)
+
+
+class _BySteps(Diagnostic[T]):
+    """What diagnostics with a record for every step of a sample or pair share. No diagnostic by itself: the underscore
+    keeps it out of the registry. Steps can be added to a folder later, so they are not among what must not change."""
+
+    @override
+    def settle(self, model: Model) -> None:
+        self._steps = self.settings.steps(model.latents)
+
+    def options(self, model: Model) -> SteerOptions:
+        """For the measurement."""
+        from realvr.diagnostics.measuring.steer import SteerOptions
+
+        settings = self.settings
+        return SteerOptions(model.latents, self._steps, settings.seed, settings.policy, model.sampling)
+
+    @override
+    def key(self, record: Record) -> Hashable:
+        return record[self.item], record.get("step")
+
+    @override
+    def keys(self, item: Item) -> list[Hashable]:
+        return [(item.id, step) for step in self._steps]
+
+    def complete(self, item: Item, done: Collection[Hashable]) -> bool:
+        """What cannot be read has one record that says so."""
+        return (item.id, None) in done or super().complete(item, done)
+
+    @override
+    def fixed(self) -> dict[str, Any]:
+        return {"policy": self.settings.policy, "seed": self.settings.seed}
+
+
+class Steer(_BySteps[SteerSettings]):
     """A latent is replaced by another place of the picture; later latents and the answer may go on from there."""
 
     name = "steer"
@@ -75,6 +121,7 @@ class Steer(Diagnostic[SteerSettings]):
     command = "realvr steer MODEL DATA --out DIR"
     batch = 32
     order = 35
+    examples: ClassVar[tuple[int, int]] = (64, 512)
     highlights = (
         Highlight(
             "answers that follow a moved latent, %",
@@ -97,32 +144,10 @@ class Steer(Diagnostic[SteerSettings]):
         return found
 
     @override
-    def settle(self, model: Model) -> None:
-        self._steps = self.settings.steps(model.latents)
-
-    @override
     def measure(self, model: Model, samples: Samples) -> Iterable[Record]:
-        from realvr.diagnostics.measuring.steer import SteerOptions, steer_samples
+        from realvr.diagnostics.measuring.steer import steer_samples
 
-        settings = self.settings
-        options = SteerOptions(model.latents, self._steps, settings.seed, settings.policy, model.sampling)
-        return steer_samples(model.backbone, list(samples), options)
-
-    @override
-    def key(self, record: Record) -> Hashable:
-        return record["id"], record.get("step")
-
-    @override
-    def keys(self, item: Sample) -> list[Hashable]:
-        return [(item.id, step) for step in self._steps]
-
-    def complete(self, item: Sample, done: Collection[Hashable]) -> bool:
-        """A sample that cannot be read has one record that says so."""
-        return (item.id, None) in done or super().complete(item, done)
-
-    @override
-    def fixed(self) -> dict[str, Any]:
-        return {"policy": self.settings.policy, "seed": self.settings.seed}
+        return steer_samples(model.backbone, list(samples), self.options(model))
 
     @override
     def summarise(self, records: Sequence[Record]) -> dict[str, Any]:
@@ -159,7 +184,28 @@ class Steer(Diagnostic[SteerSettings]):
             for step in result.summary["steps"]
             if step["skipped"]
         ]
-        return [*_figures(results), _moved(results), _shams(results), *_progress(results), *told]
+        return [
+            *_figures(results),
+            _moved(results),
+            _shams(results),
+            *_progress(results),
+            *_distances(results),
+            *told,
+        ]
+
+    @override
+    def figure(self, results: Sequence[Shown]) -> Figure | None:
+        conditions = {"moved": "moved there", "own_place": "own place", "random": "random direction"}
+        panels = [
+            Panel("Answers that follow", "replaced latent t", by_step(results, lambda s, c: s[c]["new"], conditions)),
+            Panel("Answers that follow", "distance, cells", by_distance(results, conditions)),
+            Panel(
+                "Later latents follow",
+                "replaced latent t",
+                by_step(results, lambda s, c: s[f"later_{c}"], {k: conditions[k] for k in ("moved", "random")}),
+            ),
+        ]
+        return conditions_figure(results, panels)
 
 
 def _skipped(step: Mapping[str, Any]) -> str:
@@ -230,13 +276,17 @@ def _moved(results: Sequence[Shown]) -> Table:
 def _shams(results: Sequence[Shown]) -> Table:
     rows = [
         [*head, share(step["own_place"]["old"]), share(step["own_place"]["new"], counts=False)]
-        + [average(step["later_own_place"], 1, False), average(step["later_free"], 1, False), share(step["unchanged"])]
+        + [average(step["later_own_place"], 1, False), average(step["later_free"], 1, False)]
+        + [share(step["random"]["new"], counts=False) if "random" in step else Cell(DASH), share(step["unchanged"])]
         for head, step in _rows(results)
     ]
     header = ["arm", "replaced", "own place: keeps the old answer, %", "own place: follows the move, %"]
     header += ["own place: later latents on the own trail, %", "free-running: the same, %"]
-    header += ["z_t put back: nothing changes to the bit, %"]
-    note = "Own place: the visual token of the cell where the own trail is at this step, put there in the same way."
+    header += ["random direction: follows the move, %", "z_t put back: nothing changes to the bit, %"]
+    note = (
+        "Own place: the visual token of the cell where the own trail is at this step, put there in the same way. "
+        "Random direction: a random vector as long as the moved one."
+    )
     return Table("Shams", header, rows, note)
 
 
@@ -251,3 +301,16 @@ def _progress(results: Sequence[Shown]) -> list[Table]:
     header = ["arm", "replaced", "the own trail", "follows the move, %", "keeps the old answer, %"]
     note = "Has ended: the own trail is at its circle at this step, where the latents would have stayed."
     return [Table("By whether the own trail has ended", header, rows, note)] if rows else []
+
+
+def _distances(results: Sequence[Shown]) -> list[Table]:
+    rows: list[list[Cell | str]] = [
+        [result.name, distance_words(row), str(row["moved"]["pairs"])]
+        + [average(row[name], 1, False) for name in ("moved", "own_place", "random", "later_moved")]
+        for result in results
+        for row in result.summary.get("distances", ())
+    ]
+    header = ["arm", "cells from the own place", "questions", "follows the move, %", "own place: the same, %"]
+    header += ["random direction: the same, %", "later latents on the new trail, %"]
+    note = "Rows plus columns between the own place and the new one. A question is one value, the mean over its steps."
+    return [Table("By the distance of the place", header, rows, note)] if rows else []

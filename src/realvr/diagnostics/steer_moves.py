@@ -8,7 +8,6 @@ without trails may list places itself: ``meta["steer"] = [{"box": [x0, y0, x1, y
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from realvr.answers import canonical_answer, equal
-from realvr.data.boxes import XYXY, cell_box, clip_box, prompt_boxes
+from realvr.data.boxes import XYXY, canvas_size, cell_box, clip_box, prompt_boxes
 from realvr.data.sample import Sample
+from realvr.diagnostics.numbers import hashed
 from realvr.errors import UserError
 from realvr.imaging.types import Grid
 from realvr.world.trails import follow
@@ -49,6 +49,8 @@ class Move:
     """Row and column of the place on its board, from 0."""
     ended: bool = False
     """Whether the own trail has reached its end at this step."""
+    distance: int | None = None
+    """Cells of the board from the own place to the new one; None where the board is not known."""
 
 
 def steerable(sample: Sample) -> bool:
@@ -58,7 +60,7 @@ def steerable(sample: Sample) -> bool:
 
 def move_at(sample: Sample, step: int, latents: int, seed: int = 0) -> Move | str:
     """The place for one step of a span of K latents, or why there is none."""
-    drawn = np.random.default_rng([seed, zlib.crc32(f"{sample.id}\n{step}".encode())])
+    drawn = np.random.default_rng([seed, hashed(f"{sample.id}\n{step}")])
     return _listed(sample, step, drawn) if "trail" not in sample.meta else _off_trail(sample, step, latents, drawn)
 
 
@@ -121,7 +123,25 @@ def _off_trail(sample: Sample, step: int, latents: int, drawn: np.random.Generat
         old=_walk(grid, cells, step, later),
         cell=way[0],
         ended=step >= len(cells),
+        distance=grid_distance(way[0], cells[min(step, len(cells)) - 1]),
     )
+
+
+def grid_distance(first: Cell, second: Cell) -> int:
+    """Rows plus columns between two cells."""
+    return abs(first[0] - second[0]) + abs(first[1] - second[1])
+
+
+def box_distance(grid: Grid, first: XYXY, second: XYXY) -> int:
+    """The same between the middles of two boxes, in visual tokens of the picture."""
+    rows, columns = canvas_size(grid)
+    (x, y), (u, v) = (((x0 + x1) / 2, (y0 + y1) / 2) for x0, y0, x1, y1 in (first, second))
+    return round(abs(y - v) * rows) + round(abs(x - u) * columns)
+
+
+def control_seed(seed: int, name: str, step: int) -> int:
+    """Of the random vector put at a step: the seed, the sample and the step alone decide it."""
+    return hashed(f"{seed}\n{name}\n{step}\nrandom")
 
 
 def _another(sample: Sample, color: str) -> bool:

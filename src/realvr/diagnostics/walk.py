@@ -4,8 +4,8 @@ with a span, on data whose boxes are a trail, or any boxes at all."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 from pydantic import Field
@@ -15,11 +15,15 @@ from realvr.data.boxes import unshown_box
 from realvr.diagnostics import results
 from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.model import Model
-from realvr.diagnostics.numbers import mean, rate
+from realvr.diagnostics.numbers import by_number, mean, rate
 from realvr.errors import UserError
 from realvr.runs.journal import Record
 from realvr.widgets import DASH, FEW_PAIRS, Cell, Figures, Fold, Key, Table, Widget, average, interval, number, share
+from realvr.widgets.browser import Bars, Panel, Series
 from realvr.widgets.charts import Line, Point, lines
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _CHANCE = 7
 """Color of the chance line."""
@@ -48,6 +52,7 @@ class Walk(Diagnostic[WalkSettings]):
     Settings = WalkSettings
     shape = results.Walk
     batch = 32
+    examples = (100, 1000)
     order = 45
     highlights = (
         Highlight(
@@ -81,11 +86,24 @@ class Walk(Diagnostic[WalkSettings]):
             group = sample.tags.get(self.settings.by, "")
             yield {"id": sample.id, "latents": model.latents, "group": group, **found, "error": None}
 
+    @override
+    def panel(self, record: Record) -> Panel | None:
+        if record["error"] is not None or not record["latents"]:
+            return None
+        series = [
+            Series("to its box", record["cosine"], "cosine", "Cosine of z_t with the mean visual token of its box."),
+            Series(
+                "to the nearest", record["nearest_cosine"], "cosine", "Cosine of z_t with its nearest visual token."
+            ),
+            Series("in its box", [int(value) for value in record["inside"]], "1: yes, 0: no"),
+        ]
+        return Panel([Bars(series)])
+
     def summarise(self, records: Sequence[Record]) -> dict[str, Any]:
         """Shares and cosines of each question, averaged over questions with bootstrap intervals."""
         good = [record for record in records if record["error"] is None]
         latents = max((record["latents"] for record in good), default=0)
-        groups = sorted({record["group"] for record in good}, key=_by_number)
+        groups = sorted({record["group"] for record in good}, key=by_number)
         return {
             "latents": latents,
             "by": self.settings.by,
@@ -137,6 +155,10 @@ class Walk(Diagnostic[WalkSettings]):
         figures = _figures([result for result in results if result.summary["questions"]])
         return [*([figures] if figures is not None else []), *widgets]
 
+    @override
+    def figure(self, results: Sequence[Shown]) -> Figure | None:
+        return _printed([one for one in results if one.summary["questions"]])
+
 
 # ---------------------------------------------------------------------- numbers
 
@@ -170,14 +192,6 @@ def _step(records: Sequence[Record], t: int) -> dict[str, Any]:
     counts = {name: rate(sum(record[name][t] for record in reached), len(reached)) for name in ("inside", "evidence")}
     means = {name: mean([record[name][t] for record in reached]) for name in ("chance", "cosine", "nearest_cosine")}
     return {"step": t + 1, **counts, **means}
-
-
-def _by_number(text: str) -> tuple[float, str]:
-    """Numbers by value, other texts behind them."""
-    try:
-        return float(text), text
-    except ValueError:
-        return math.inf, text
 
 
 # ---------------------------------------------------------------------- tables and figures
@@ -252,17 +266,7 @@ def _figures(results: Sequence[Shown]) -> Figures | None:
         ("In its box, % by latent", _lines(by_step, "inside", 100, "latent", "% in its box", chance=True)),
         ("Cosine to its box by latent", _lines(by_step, "cosine", 1, "latent", "cosine", chance=False)),
     ]
-    by_group = [
-        (
-            one,
-            [
-                (float(group), found)
-                for group, found in one.summary["groups"].items()
-                if _by_number(group)[0] < math.inf
-            ],
-        )
-        for one in results
-    ]
+    by_group = [(one, _numbered(one.summary["groups"])) for one in results]
     if any(len(points) > 1 for _, points in by_group):
         tag = results[0].summary["by"]
         pictures.append((f"In its box, % by {tag}", _lines(by_group, "inside", 100, tag, "% in its box", chance=True)))
@@ -294,3 +298,42 @@ def _lines(
         drawn.append(Line("chance", [Point(x, scale * value) for x, value in of_first], _CHANCE, dashed=True))
     alt = f"{y_label} by {x_label}: {'; '.join(spoken)}."
     return lines(drawn, alt, x_label, y_label, include=(0.0, scale) if chance else (1.0,))
+
+
+def _printed(results: Sequence[Shown]) -> Figure | None:
+    """For print: (a) share in the own box and (b) cosine by latent, (c) share by group where groups are numbers."""
+    from realvr.widgets import figures
+
+    if not results:
+        return None
+    by_step = [(one, [(step["step"], step) for step in one.summary["steps"]]) for one in results]
+    by_group = [(one, _numbered(one.summary["groups"])) for one in results]
+    grouped = any(len(points) > 1 for _, points in by_group)
+    made, axes = figures.new(1, 2 + grouped, height=2.6)
+    panels = [("In its box", "inside", "latent t", by_step), ("Cosine to its box", "cosine", "latent t", by_step)]
+    if grouped:
+        panels.append(("In its box", "inside", results[0].summary["by"], by_group))
+    for ax, letter, (title, name, x_label, series) in zip(axes[0], "abc", panels, strict=False):
+        figures.panel(ax, letter, f"{title}, by {x_label.removesuffix(' t')}")
+        scale = 100 if name == "inside" else 1
+        for one, points in series:
+            value, low, high = (
+                [_scaled(found[name], end, scale) for _, found in points] for end in ("", "low", "high")
+            )
+            figures.curve(ax, [x for x, _ in points], value, low, high, one.number, one.name)
+        if name == "inside":
+            chance = [(x, found["chance"]["mean"]) for x, found in series[0][1] if found["chance"]["mean"] is not None]
+            ax.plot([x for x, _ in chance], [100 * value for _, value in chance], ":", color="#777777", label="chance")
+            ax.set_ylim(0, 105)
+        ax.set(xlabel=x_label, ylabel="%" if name == "inside" else "cosine")
+    axes[0][0].legend()
+    return made
+
+
+def _numbered(groups: Mapping[str, Any]) -> list[tuple[float, dict[str, Any]]]:
+    return [(float(group), found) for group, found in groups.items() if by_number(group)[0] < math.inf]
+
+
+def _scaled(found: dict[str, Any], end: str, scale: float) -> float | None:
+    value = found[end] if end else _center(found)
+    return None if value is None else scale * value

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,15 +20,17 @@ from realvr.evaluation.questions import units
 from realvr.imaging.pictures import picture_keys
 
 
-def mean_latents(questions: Sequence[str], get: Callable[[str], Tensor]) -> Tensor:
-    """(K, D) float32: the mean per position over the questions, added in float64 in the order given."""
+def mean_latents(spans: Iterable[Tensor]) -> Tensor:
+    """(K, D) float32: the mean per position over the spans (K, D) of questions, added in float64 in the order given.
+    One span is held at a time."""
     total: Tensor | None = None
-    for question in questions:
-        latents = get(question).double()
-        total = latents if total is None else total + latents
+    count = 0
+    for latents_KD in spans:
+        total = latents_KD.double() if total is None else total + latents_KD.double()
+        count += 1
     if total is None:
         raise ValueError("no latents to average")
-    return (total / len(questions)).float()
+    return (total / count).float()
 
 
 def matched_noise(own_KD: Tensor, seed: int, question: str) -> Tensor:

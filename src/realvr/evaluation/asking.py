@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,9 @@ from realvr.errors import UserError
 from realvr.evaluation.benchmark import benchmark_of
 from realvr.evaluation.records import Condition, Prediction
 from realvr.evaluation.responder import Plan, Reply, Request, Responder
+from realvr.imaging.ahead import Ahead, threads_for
 from realvr.imaging.processing import picture_hash
+from realvr.imaging.types import ImageInput
 
 KEPT_IMAGES = 2
 """Prepared images that are remembered: questions in a row often share theirs."""
@@ -37,45 +39,81 @@ class Asked:
 
 
 class ImageLoader:
-    """Opens and prepares the images of samples. Used by one thread at a time."""
+    """Opens and prepares the images of samples, and remembers the last few. Used by one thread; `make` by several."""
 
     def __init__(self, prepare: Callable[[Any], Any] | None, keep: int = KEPT_IMAGES) -> None:
         self._prepare = prepare
         self._keep = keep
         self._ready: OrderedDict[ImageRef, tuple[Any, str]] = OrderedDict()
 
-    def load(self, samples: Iterable[Sample]) -> list[Asked]:
-        """Each sample with its images. An image that cannot be used is an error of its question alone."""
+    def __contains__(self, image: ImageRef) -> bool:
+        return image in self._ready
+
+    def load(self, samples: Iterable[Sample], get: Callable[[ImageRef], tuple[Any, str]] | None = None) -> list[Asked]:
+        """Each sample with its images. An image that cannot be used is an error of its question alone. ``get`` gives
+        an image as `make` does."""
         found = []
         for sample in samples:
             try:
-                ready = [self._image(image) for image in sample.images]
+                ready = [self._image(image, get or self.make) for image in sample.images]
                 found.append(Asked(sample, [one for one, _ in ready], None, tuple(picture for _, picture in ready)))
             except (UserError, OSError) as error:
                 found.append(Asked(sample, [], str(error) or type(error).__name__))
         return found
 
-    def _image(self, image: ImageRef) -> tuple[Any, str]:
+    def make(self, image: ImageRef) -> tuple[Any, str]:
         """The image as the responder takes it, and the hash of what it shows."""
-        ready = self._ready.pop(image, None)
-        if ready is None:
-            opened = image.open()
-            ready = (self._prepare(opened) if self._prepare is not None else opened, picture_hash(opened))
+        opened = image.open()
+        ready = self._prepare(opened) if self._prepare is not None else opened
+        return ready, ready.picture if isinstance(ready, ImageInput) else picture_hash(opened)
+
+    def _image(self, image: ImageRef, get: Callable[[ImageRef], tuple[Any, str]]) -> tuple[Any, str]:
+        ready = self._ready.pop(image, None) or get(image)
         self._ready[image] = ready
         while len(self._ready) > self._keep:
             self._ready.popitem(last=False)
         return ready
 
 
-def prefetch(batches: Sequence[Sequence[Sample]], loader: ImageLoader) -> Iterator[list[Asked]]:
-    """The batches with their images; those of the next are made by a thread while the model answers."""
-    with ThreadPoolExecutor(1) as thread:
-        waiting: Future[list[Asked]] | None = None
-        for place in range(len(batches)):
-            current = waiting or thread.submit(loader.load, batches[place])
-            loaded = current.result()
-            waiting = thread.submit(loader.load, batches[place + 1]) if place + 1 < len(batches) else None
-            yield loaded
+@dataclass
+class Waiting:
+    """How long the asking of questions took in this process, and how much of that it waited for images."""
+
+    seconds: float = 0.0
+    waited: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """Part of the time in which the model waited for images."""
+        return self.waited / self.seconds if self.seconds else 0.0
+
+    def record(self) -> dict[str, float]:
+        """For ``timing.json``."""
+        return {"seconds": self.seconds, "waited": self.waited, "gpu_wait": self.share}
+
+
+def prefetch(
+    batches: Sequence[Sequence[Sample]], loader: ImageLoader, waiting: Waiting | None = None, processes: int = 1
+) -> Generator[list[Asked]]:
+    """The batches with their images; while the model answers one, threads make as many images as a batch has for those
+    that follow. Close it (`contextlib.closing`) where not all batches may be taken."""
+    if not batches:
+        return
+    order = (image for batch in batches for sample in batch for image in sample.images)
+    room = max(len({image for sample in batch for image in sample.images}) for batch in batches)
+    threads, begun = threads_for(processes), time.perf_counter()
+    with Ahead(loader.make, order, max(room, threads), threads, have=loader.__contains__) as ahead:
+        try:
+            for batch in batches:
+                loaded = []
+                for sample in batch:
+                    loaded += loader.load([sample], ahead.get)
+                    ahead.discard(sample.images)  # also those behind one that cannot be used
+                yield loaded
+        finally:
+            if waiting is not None:
+                waiting.seconds += time.perf_counter() - begun
+                waiting.waited += ahead.waited
 
 
 def request_seed(seed: int, bench: str, question: str) -> int:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from realvr.errors import UserError
 from realvr.evaluation.aggregation import aggregate
-from realvr.evaluation.processes import Ranks, check_count, launch
+from realvr.evaluation.processes import Ranks
 from realvr.evaluation.results import load_summary
 from realvr.evaluation.settings import EvaluateSettings, model_names
 from realvr.evaluation.summary_files import summary_path, write_summary
 from realvr.runs.folder import open_run_folder
 from realvr.runs.guard import note
+from realvr.runs.launching import check_count, launch
 from realvr.runs.progress import Bar, busy
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def evaluate(settings: EvaluateSettings) -> Evaluated:
     settings.check()
     if settings.processes == 1:
         return evaluate_share(settings)
-    launch(settings.to_json(), settings.processes)
+    launch(["-m", "realvr.evaluation.worker", settings.to_json()], settings.processes)
     folders = _folders(settings)
     summaries: dict[str, Any] = {name: load_summary(summary_path(folder)) for name, folder in folders.items()}
     together: Any = load_summary(summary_path(settings.out)) if len(folders) > 1 else None
@@ -199,17 +200,21 @@ def load_responder(settings: EvaluateSettings, model: str, name: str, ranks: Ran
     """The checkpoint, as evaluations ask it."""
     from realvr.backbone.backbone import Backbone
     from realvr.evaluation.model_responder import ModelResponder
+    from realvr.latent.fast import fast_decode
 
     device = ranks.device(settings.device)
     backbone = Backbone.load(
         model,
         device=device,
         dtype=settings.dtype,
+        sharded=settings.sharded,
         min_tokens=settings.min_tokens,
         max_tokens=settings.max_tokens,
         announce=ranks.rank == 0,
+        fused_layers=settings.fused_layers,
     )
-    return ModelResponder(backbone, settings.sampling(), path=model, name=name)
+    fast = fast_decode(backbone, settings.fast_decode)
+    return ModelResponder(backbone, settings.sampling(), path=model, name=name, fast=fast)
 
 
 def default_batch(responder: Responder) -> int:

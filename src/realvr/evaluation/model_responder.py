@@ -17,21 +17,31 @@ from realvr.backbone.types import Prompt
 from realvr.errors import UserError
 from realvr.evaluation.responder import Plan, Reply, Request
 from realvr.imaging.types import ImageInput
-from realvr.latent.group_rollout import decode
+from realvr.latent.fast import FastDecode
+from realvr.latent.group_rollout import decode, free_span
 from realvr.latent.sampling import GREEDY, Sampling
-from realvr.latent.span import prefill, span_tokens, splice, think
+from realvr.latent.span import prefill, span_tokens, splice
 from realvr.latent.state import State
 from realvr.models import locate
+from realvr.runs.hashes import fingerprint
 
 
 class ModelResponder:
-    """``name`` is what tables call the model, by default the last part of its path."""
+    """``name`` is what tables call the model, by default the last part of its path. ``fast`` decodes in static shapes
+    where that applies."""
 
     def __init__(
-        self, backbone: Backbone, sampling: Sampling = GREEDY, *, path: str = "", name: str | None = None
+        self,
+        backbone: Backbone,
+        sampling: Sampling = GREEDY,
+        *,
+        path: str = "",
+        name: str | None = None,
+        fast: FastDecode | None = None,
     ) -> None:
         self.backbone = backbone
         self.sampling = sampling
+        self.fast = fast
         self.path = path
         self._name = name or Path(path).name or backbone.family.name
 
@@ -63,11 +73,22 @@ class ModelResponder:
 
     def prepare(self, image: str | Path | bytes | Image.Image) -> ImageInput:
         """An image as the turns of a request may carry it, ready for the model: work that a caller may do ahead."""
-        return self.backbone.processor(image)
+        return self.backbone.staged(self.backbone.processor(image))
 
     @torch.no_grad()
     def reply(self, requests: Sequence[Request], plans: Sequence[Plan]) -> list[list[Reply]]:
-        """See `Responder.reply`. The requests form one batch: the caller chooses how many there are."""
+        """See `Responder.reply`. The requests form one batch: the caller chooses how many there are. Where memory runs
+        out beside static buffers, they are dropped and it is tried once more."""
+        if self.fast is not None and self.fast.held_bytes:
+            try:
+                return self._reply(requests, plans)
+            except torch.OutOfMemoryError:
+                pass  # handled outside: the traceback would keep the tensors of the failed pass alive
+            self.fast.release()
+            torch.cuda.empty_cache()
+        return self._reply(requests, plans)
+
+    def _reply(self, requests: Sequence[Request], plans: Sequence[Plan]) -> list[list[Reply]]:
         begun = time.perf_counter()
         prompts, failed = self._prompts(requests, plans)
         asked = [number for number, prompt in enumerate(prompts) if prompt is not None]
@@ -121,10 +142,10 @@ class ModelResponder:
             spans = given
         else:
             put = {step: v[list(asked)] if v.ndim == 2 else v for step, v in plan.interventions.items()}
-            after, spans = think(self.backbone, state, plan.latents, interventions=put)
+            after, spans = free_span(self.backbone, state, plan.latents, interventions=put, fast=self.fast)
         room = self.backbone.context_length - span_tokens(plan.latents)
         limits = [min(self.sampling.max_new, room - len(prompt)) for prompt in prompts]
-        groups = decode(self.backbone, after, 1, self.sampling, seeds, limits)
+        groups = decode(self.backbone, after, 1, self.sampling, seeds, limits, fast=self.fast)
         kept = spans.float().cpu() if plan.latents else [None] * len(asked)
         return [
             Reply(
@@ -150,16 +171,5 @@ def prompt_hash(prompt: Prompt) -> str:
 
 
 def weights_hash(path: str) -> str:
-    """SHA-256 over names and sizes of the weight files and the bytes of their first and last megabyte; empty for a hub
-    id. Enough to tell two checkpoints apart without reading hundreds of gigabytes."""
-    digest = hashlib.sha256()
-    folder = Path(locate(path)) if path else None
-    files = sorted(folder.glob("*.safetensors")) if folder is not None and folder.is_dir() else []
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as source:
-            digest.update(source.read(1 << 20))
-            source.seek(max(size - (1 << 20), 0))
-            digest.update(source.read(1 << 20))
-    return digest.hexdigest() if files else ""
+    """`realvr.runs.hashes.fingerprint` of a checkpoint; empty for a hub id."""
+    return fingerprint(Path(locate(path))) if path else ""

@@ -3,7 +3,9 @@
 ``published.json`` holds the rows of these tables of *Rethinking Latent Visual Reasoning*, by their LaTeX labels:
 tab:main-backbone-results, tab:cross-backbone-results, tab:mablation, tab:latent-length-ablation (differences from K = 8
 under the names of K), tab:diag-counterfactual, tab:complete-counterfactual (rates, and counts as ``…_count``),
-tab:latent-exchange and tab:mass-matched-factorial. ``backbone`` is empty where a table and its section name none.
+tab:latent-exchange, tab:mass-matched-factorial and the other tables of app:diagnostics (tab:diag-…, one label a panel).
+Figures (fig:…) have the numbers of their captions and of the text around them. ``backbone`` is empty where a table and
+its section name none.
 Known inconsistencies of the tables are listed in docs/evaluation.md.
 """
 

@@ -102,10 +102,11 @@ def versions(responder: Responder) -> dict[str, str]:
     from realvr import __version__
 
     packages = ("torch", "transformers", "tokenizers", "numpy", "pillow")
-    device = getattr(getattr(responder, "backbone", None), "device", torch.device("cpu"))
+    devices = getattr(getattr(responder, "backbone", None), "devices", [torch.device("cpu")])
+    names = [torch.cuda.get_device_name(one) if one.type == "cuda" else one.type for one in devices]
     return {
         "python": platform.python_version(),
         "realvr": __version__,
         **{name: metadata.version(name) for name in packages},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": names[0] if len(names) == 1 else f"{len(names)} x {names[0]}",
     }

@@ -10,8 +10,9 @@ whole.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from realvr.answers import JUDGE
 from realvr.data.sample import Sample
 from realvr.errors import UserError
 from realvr.evaluation.ablation import donors, matched_noise, mean_latents
-from realvr.evaluation.asking import Asked, Asker, ImageLoader, prediction, prefetch
+from realvr.evaluation.asking import Asked, Asker, ImageLoader, Waiting, prediction, prefetch
 from realvr.evaluation.benchmark import benchmark_of
 from realvr.evaluation.finished import summarise_run
 from realvr.evaluation.latent_store import LatentStore
@@ -34,8 +35,10 @@ from realvr.evaluation.responder import Plan, Reply, Responder
 from realvr.evaluation.run_folder import claim
 from realvr.evaluation.store import Key, Store, merge
 from realvr.evaluation.summary_files import write_summary
+from realvr.runs.files import write_atomically
 from realvr.runs.folder import open_run_folder
 
+TIMING = "timing.json"
 EXCHANGED: tuple[Condition, ...] = ("mean", "other", "noise")
 
 
@@ -145,6 +148,8 @@ def evaluate(
         ranks.barrier()
         if ranks.rank:
             return {}
+        if run.waiting.seconds:
+            write_atomically(directory / TIMING, json.dumps(run.waiting.record(), indent=2) + "\n")
         merge(directory, run.order())
         summary = summarise_run(directory)
         write_summary(directory, summary)
@@ -220,6 +225,7 @@ class Run:
         self.latents = LatentStore(directory, ranks.rank)
         self.asker = Asker(responder, batch)
         self.loader = loader or ImageLoader(getattr(responder, "prepare", None))
+        self.waiting = Waiting()
 
     def all(self) -> None:
         """Both phases."""
@@ -251,12 +257,20 @@ class Run:
         every = [(bench, batch) for bench in self.benches for batch in bench.batches]
         yield from every[self.ranks.rank :: self.ranks.world]
 
+    def _loaded(
+        self, share: Sequence[tuple[_Bench, list[Sample]]]
+    ) -> Iterator[tuple[_Bench, list[Sample], list[Asked]]]:
+        """The batches, each with its images, which threads have prepared meanwhile."""
+        batches = [batch for _, batch in share]
+        with closing(prefetch(batches, self.loader, self.waiting, self.ranks.world)) as loaded:
+            for (bench, batch), asked in zip(share, loaded, strict=True):
+                yield bench, batch, asked
+
     # ------------------------------------------------------------------ phase 1
 
     def _own(self, meter: Meter) -> None:
         share = [(bench, batch) for bench, batch in self._share() if any(self._own_missing(bench, batch).values())]
-        loaded = prefetch([batch for _, batch in share], self.loader)
-        for (bench, batch), asked in zip(share, loaded, strict=True):
+        for bench, batch, asked in self._loaded(share):
             for seed, missing in self._own_missing(bench, batch).items():
                 if missing:
                     replies = self.asker.ask(bench.name, asked, [Plan(latents) for latents in missing], seed)
@@ -299,8 +313,7 @@ class Run:
         for bench in self.benches:
             if any(other is bench for other, _ in share):
                 self._prepare(bench)
-        loaded = prefetch([batch for _, batch in share], self.loader)
-        for (bench, batch), asked in zip(share, loaded, strict=True):
+        for bench, batch, asked in self._loaded(share):
             asked = [self._with_own_error(bench, item, latents) for item in asked]
             for seed, missing in self._exchanged_missing(bench, batch, latents).items():
                 # All conditions from one reading of the prompts; where nobody can exchange, "other" is only recorded.
@@ -329,7 +342,7 @@ class Run:
         known = [sample for sample in bench.questions.samples if self.latents.has(bench.name, sample.id)]
         if known:
             names = [sample.id for sample in known]
-            bench.mean = mean_latents(names, lambda question: self.latents.get(bench.name, question))
+            bench.mean = mean_latents(self.latents.get(bench.name, question) for question in names)
             bench.donors = donors(known, self.settings.exchange_seed, self._pictures(bench))
 
     def _pictures(self, bench: _Bench) -> dict[str, list[str]]:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from realvr.errors import UserError
+from realvr.latent.modes import FastMode
+from realvr.runs.launching import check_sharded
 
 if TYPE_CHECKING:
     from realvr.latent.sampling import Sampling
@@ -43,7 +45,11 @@ class EvaluateSettings:
         min_tokens: Fewest visual tokens per image (families with variable grids); by default those of its training.
         max_tokens: Most visual tokens per image (families with variable grids); by default those of its training.
         device: cpu, cuda, cuda:1, …; by default the GPU where there is one.
+        sharded: Spread the model over all GPUs of this machine, in one process: for models that no GPU holds.
         dtype: float32, bfloat16, float16; by default the checkpoint's own.
+        fast_decode: How replies are decoded: off; static, in fixed shapes; graph, as CUDA graphs; auto, graph on a GPU,
+            where that is possible, otherwise off.
+        fused_layers: Run norms, rotary embeddings and MLP gates in fewer kernels; the same numbers up to rounding.
         exchange_seed: Fixes whose latents each question gets from another one, and the noise.
         take_over: Take OUT from a run on another machine that is gone for certain.
     """
@@ -70,7 +76,10 @@ class EvaluateSettings:
     min_tokens: int | None = None
     max_tokens: int | None = None
     device: str | None = None
+    sharded: bool = False
     dtype: str | None = None
+    fast_decode: FastMode = "auto"
+    fused_layers: bool = False
     exchange_seed: int = 0
     take_over: bool = False
 
@@ -97,6 +106,7 @@ class EvaluateSettings:
                 "--seeds needs --temperature: greedy decoding has no seeds. For mean ± std over training seeds, name "
                 "the checkpoints of several training runs"
             )
+        check_sharded(self.sharded, self.processes, self.device)
         self.budgets()
         self.subtasks()
         self.variants()

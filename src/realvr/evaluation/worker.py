@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from realvr.evaluation.processes import serve
+from realvr.runs.launching import serve
 
 
 def share(text: str) -> None:

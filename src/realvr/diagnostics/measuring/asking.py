@@ -39,21 +39,28 @@ def ask_pairs(
     return records
 
 
+def ask_samples(responder: Responder, samples: Sequence[Sample], latents: int) -> list[Reply]:
+    """Replies to one batch of samples, each a conversation of its own; one that cannot be asked has the error."""
+    turns = [_turns(responder, sample, ImageCache()) for sample in samples]
+    asked = [_request(sample, own) for sample, own in zip(samples, turns, strict=True)]
+    return _replies(responder, asked, latents)
+
+
 def _view_turns(responder: Responder, pair: Pair) -> tuple[list[Turn] | str, list[Turn] | str]:
     """The conversations of both views, or why there is none. Pictures are processed here, once for all variants."""
-    backbone = getattr(responder, "backbone", None)
     cache = ImageCache()
+    return _turns(responder, pair.original, cache), _turns(responder, pair.edited, cache)
 
-    def turns(sample: Sample) -> list[Turn] | str:
-        try:
-            images: list[Any] = [cache.open(image) for image in sample.images]
-            if backbone is not None:
-                images = [backbone.processor(image) for image in images]
-        except UserError as error:
-            return str(error)
-        return conversation(sample, images)
 
-    return turns(pair.original), turns(pair.edited)
+def _turns(responder: Responder, sample: Sample, cache: ImageCache) -> list[Turn] | str:
+    backbone = getattr(responder, "backbone", None)
+    try:
+        images: list[Any] = [
+            cache.open(image) if backbone is None else backbone.image(image, cache.open) for image in sample.images
+        ]
+    except UserError as error:
+        return str(error)
+    return conversation(sample, images)
 
 
 def _request(sample: Sample, turns: list[Turn] | str) -> Request | str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,18 +16,20 @@ from torch import Tensor
 
 from realvr.answers import canonical_answer, equal, parser
 from realvr.data.boxes import canvas_size, cell_box, prompt_boxes
-from realvr.diagnostics.measuring.asking import ask_pairs
+from realvr.data.sample import Sample
+from realvr.diagnostics.measuring.asking import ask_samples
 from realvr.diagnostics.measuring.views import Views, read_views
 from realvr.diagnostics.model import Model
-from realvr.diagnostics.pairs import Pair
+from realvr.diagnostics.pairs import Asked, benchmark_of
 from realvr.errors import UserError
+from realvr.evaluation.responder import Reply
 from realvr.imaging.types import Grid
 from realvr.latent.group_rollout import decode
 from realvr.latent.regions import region_vector
 from realvr.latent.span import span_tokens, splice, think
 from realvr.latent.state import State
 from realvr.latent.walk import walk
-from realvr.widgets.explorer import Case, Said, Steered, Swapped, View, Walked
+from realvr.widgets.explorer import Case, Picture, Said, Steered, Swapped, View, Walked
 from realvr.world.trails import follow
 
 MOST_PIXELS = 384
@@ -39,47 +43,59 @@ MOST_TEXT = 200
 
 @dataclass(frozen=True)
 class Answers:
-    """Replies to both pictures of a pair: of the model, then of the second model where there is one."""
+    """Replies to every view of a question: of the model, then of the second model where there is one."""
 
     replies: list[list[Said]] = field(default_factory=list)
     error: str | None = None
 
     @property
     def failed(self) -> bool:
-        """Whether the model did not answer both pictures rightly."""
+        """Whether the model did not answer every view rightly."""
         return self.error is None and any(one["verdict"] != "right" for one in self.replies[0])
 
 
-def examine(model: Model, pairs: Sequence[Pair], policy: str, rows: int) -> dict[str, Answers]:
-    """Both pictures of every pair, each in a conversation of its own, put to both models."""
+def examine(model: Model, items: Sequence[Asked], policy: str, rows: int) -> dict[str, Answers]:
+    """Every view of every question, each in a conversation of its own, put to both models."""
     found: dict[str, Answers] = {}
     size = max(1, rows // 2)
-    for start in range(0, len(pairs), size):
-        part = pairs[start : start + size]
-        models = [model, *([model.second] if model.second is not None else [])]
-        asked = [ask_pairs(one.responder, part, [("separate", "none")], one.latents, policy) for one in models]
-        for pair, *records in zip(part, *asked, strict=True):
-            errors = [error for record in records for error in record["errors"] if error is not None]
-            replies = [[said(pair, view, record["texts"][view], policy) for view in (0, 1)] for record in records]
-            found[pair.id] = Answers(error=errors[0]) if errors else Answers(replies)
+    models = [model, *([model.second] if model.second is not None else [])]
+    for start in range(0, len(items), size):
+        part = items[start : start + size]
+        asked = [_ask_views(one, part) for one in models]
+        for place, item in enumerate(part):
+            texts = [replies[place] for replies in asked]
+            errors = [reply.error for replies in texts for reply in replies if reply.error is not None]
+            judged = [[said(item, view, reply.text, policy) for view, reply in enumerate(replies)] for replies in texts]
+            found[item.id] = Answers(error=errors[0]) if errors else Answers(judged)
     return found
 
 
-def said(pair: Pair, view: int, text: str, policy: str) -> Said:
-    """A reply to one picture of a pair, judged."""
-    choices = pair.original.choices
+def _ask_views(model: Model, items: Sequence[Asked]) -> list[list[Reply]]:
+    """Replies of one model to each item's views: the original ones together, then the edited ones."""
+    found: list[list[Reply]] = [[] for _ in items]
+    for view in range(max(len(item.views) for item in items)):
+        places = [place for place, item in enumerate(items) if len(item.views) > view]
+        replies = ask_samples(model.responder, [items[place].views[view] for place in places], model.latents)
+        for place, reply in zip(places, replies, strict=True):
+            found[place].append(reply)
+    return found
+
+
+def said(item: Asked, view: int, text: str, policy: str) -> Said:
+    """A reply to one view of a question, judged."""
+    choices = item.original.choices
     answer = parser(policy, "evaluation").read(text, choices)
-    truths = pair.truths[view], pair.truths[1 - view]
-    verdicts = [name for name, truth in zip(("right", "other"), truths, strict=True) if equal(answer, truth, choices)]
+    truths = {"right": item.truths[view]} | ({"other": item.truths[1 - view]} if len(item.truths) > 1 else {})
+    verdicts = [name for name, truth in truths.items() if equal(answer, truth, choices)]
     verdict = "unread" if answer is None else [*verdicts, "wrong"][0]
     return {"text": text[:MOST_TEXT], "answer": answer, "verdict": verdict}
 
 
 @torch.no_grad()
 def build_cases(
-    model: Model, asked: Sequence[tuple[Pair, Answers, str, Sequence[int]]], policy: str, rows: int
+    model: Model, asked: Sequence[tuple[Asked, Answers, str, Sequence[int]]], policy: str, rows: int
 ) -> list[Case]:
-    """A case for each pair: (pair, its answers, what it is about, steps at which it can be steered)."""
+    """A case for each question: (pair or single, its answers, what it is about, steps at which it can be steered)."""
     if not asked:
         return []
     pairs = [pair for pair, *_ in asked]
@@ -92,66 +108,86 @@ def build_cases(
 
 
 class Bench:
-    """Pairs that have been read, ready to be asked with other latents."""
+    """Questions that have been read, ready to be asked with other latents."""
 
     def __init__(self, model: Model, views: Views, policy: str, rows: int) -> None:
         self.model, self.views, self.policy, self.rows = model, views, policy, rows
         images = [image for prompt in views.prompts for image in prompt.images]
-        self.grids = [image.grid for image in images]
-        self.features = model.backbone.encode_images(images).per_image()
+        every = iter(model.backbone.encode_images(images).per_image())
+        self.grids = [[image.grid for image in prompt.images] for prompt in views.prompts]
+        self.features = [torch.cat([next(every) for _ in prompt.images]) for prompt in views.prompts]
         assert views.latents_RKD is not None
         self.latents_RKD: Tensor = views.latents_RKD
 
-    def case(self, number: int, pair: Pair, answers: Answers, about: str, steps: Sequence[int]) -> Case:
-        """Everything that the explorer shows of one pair."""
+    def case(self, number: int, item: Asked, answers: Answers, about: str, steps: Sequence[int]) -> Case:
+        """Everything that the explorer shows of one question."""
         own = self.views.rows[number]
-        pictures = [view.images[view.shown[0]].open() for view in pair.views]
-        changed = changed_cells(pictures[0], pictures[1], canvas_size(self.grids[own[0]]))
+        pictures = [[view.images[index].open() for index in view.shown] for view in item.views]
+        changed: list[int] = []
+        if len(own) > 1:
+            changed = changed_cells(pictures[0][0], pictures[1][0], canvas_size(self.grids[own[0]][0]))
+        said_of = [[one[view] for one in answers.replies] for view in range(len(own))]
         return {
-            "id": pair.id,
+            "id": item.id,
+            "ids": [view.id for view in item.views],
+            "task": benchmark_of(item),
+            "edit": item.edit,
             "about": about,
-            "question": pair.original.question,
-            "choices": list(pair.original.choices),
+            "question": item.original.question,
+            "choices": list(item.original.choices),
             "failed": answers.failed,
             "views": [
-                self._view(pair, view, own, pictures[view], changed, [one[view] for one in answers.replies], steps)
-                for view in (0, 1)
+                self._view(item, view, own, pictures[view], changed, said_of[view], steps) for view in range(len(own))
             ],
         }
 
     def _view(
         self,
-        pair: Pair,
+        item: Asked,
         view: int,
         rows: Sequence[int],
-        picture: Image.Image,
+        pictures: Sequence[Image.Image],
         changed: list[int],
         replies: list[Said],
         steps: Sequence[int],
     ) -> View:
-        row, other = rows[view], rows[1 - view]
-        return {
-            "picture": data_address(picture),
-            "size": list(picture.size),
-            "grid": list(canvas_size(self.grids[row])),
-            "truth": pair.truths[view],
-            "evidence": [[round(value, 4) for value in box.xyxy] for box in prompt_boxes(pair.views[view])],
+        row = rows[view]
+        first, *more = self._pictures(item.views[view], row, pictures)
+        found: View = {
+            **first,
+            "truth": item.truths[view],
             "changed": changed,
             "replies": replies,
             "walk": self._walk(row, self.latents_RKD[row]),
-            "swaps": self._swaps(pair, view, row, other),
-            "steered": [self._steered(pair, view, row, step) for step in steps],
+            "swaps": self._swaps(item, view, row, rows[1 - view]) if len(rows) > 1 else [],
+            "steered": [self._steered(item, view, row, step) for step in steps] if not more else [],
         }
+        return {**found, "more": more} if more else found
+
+    def _pictures(self, sample: Sample, row: int, pictures: Sequence[Image.Image]) -> list[Picture]:
+        boxes = prompt_boxes(sample)
+        return [
+            {
+                "picture": data_address(picture),
+                "size": list(picture.size),
+                "grid": list(canvas_size(grid)),
+                "evidence": [[round(value, 4) for value in box.xyxy] for box in boxes if box.image == place],
+            }
+            for place, (picture, grid) in enumerate(zip(pictures, self.grids[row], strict=True))
+        ]
 
     def _walk(self, row: int, latents_KD: Tensor) -> Walked:
-        found = walk(latents_KD, self.features[row], self.grids[row])
-        columns = canvas_size(self.grids[row])[1]
-        cells = [place.row * columns + place.col for place in found.places()]
+        grids = self.grids[row]
+        found = walk(latents_KD, self.features[row], grids)
+        starts = [0, *itertools.accumulate(math.prod(canvas_size(grid)) for grid in grids)]
+        cells = [
+            starts[place.image] + place.row * canvas_size(grids[place.image])[1] + place.col for place in found.places()
+        ]
         return {"cells": cells, "cosine": [round(float(value), 3) for value in found.cosine]}
 
     # ------------------------------------------------------------------ latents of the other picture
 
-    def _swaps(self, pair: Pair, view: int, row: int, donor: int) -> list[Swapped]:
+    def _swaps(self, item: Asked, view: int, row: int, donor: int) -> list[Swapped]:
         """From every step on: own latents before it, the other picture's from it on. Nothing is regenerated."""
         own_KD, other_KD = self.latents_RKD[row], self.latents_RKD[donor]
         spans = [torch.cat([own_KD[:start], other_KD[start:]]) for start in range(len(own_KD))]
@@ -161,7 +197,7 @@ class Bench:
             after, _ = splice(self.model.backbone, self._state(row, len(part)), part)
             texts += self._decode(after, row)
         return [
-            {"reply": said(pair, view, text, self.policy), "walk": self._walk(row, span[start:])}
+            {"reply": said(item, view, text, self.policy), "walk": self._walk(row, span[start:])}
             for start, (text, span) in enumerate(zip(texts, spans, strict=True))
         ]
 
@@ -177,9 +213,9 @@ class Bench:
 
     # ------------------------------------------------------------------ a latent put elsewhere
 
-    def _steered(self, pair: Pair, view: int, row: int, step: int) -> Steered:
+    def _steered(self, item: Asked, view: int, row: int, step: int) -> Steered:
         """z_step replaced by the visual tokens of each cell in turn, from where the recurrence goes on."""
-        grid, backbone = self.grids[row], self.model.backbone
+        (grid,), backbone = self.grids[row], self.model.backbone
         cells = coarse(canvas_size(grid))
         boxes = [cell_box(Grid(*cells), y, x) for y in range(cells[0]) for x in range(cells[1])]
         vectors = [region_vector(self.features[row], grid, box) for box in boxes]
@@ -190,9 +226,9 @@ class Bench:
             after, latents = think(
                 backbone, self._state(row, len(part)), self.model.latents, interventions={step: part}
             )
-            answers += [said(pair, view, text, self.policy)["answer"] for text in self._decode(after, row)]
+            answers += [said(item, view, text, self.policy)["answer"] for text in self._decode(after, row)]
             walks += [self._walk(row, span[step - 1 :]) for span in latents]
-        expected = trail_answers(pair, view, cells, self.model.latents - step + 1)
+        expected = trail_answers(item, view, cells, self.model.latents - step + 1)
         return {"step": step, "grid": list(cells), "answers": answers, "expected": expected, "walks": walks}
 
 
@@ -201,9 +237,9 @@ def coarse(canvas: tuple[int, int]) -> tuple[int, int]:
     return min(canvas[0], MOST_CELLS), min(canvas[1], MOST_CELLS)
 
 
-def trail_answers(pair: Pair, view: int, cells: tuple[int, int], left: int) -> list[str | None]:
+def trail_answers(item: Asked, view: int, cells: tuple[int, int], left: int) -> list[str | None]:
     """Where the data is a trail: the answer at its end from each cell, if ``left`` latents suffice to get there."""
-    sample = pair.views[view]
+    sample = item.views[view]
     trail = sample.meta.get("trail")
     if not isinstance(trail, dict) or trail.get("grid") != list(cells) or sample.tags.get("kind") != "end":
         return [None] * (cells[0] * cells[1])

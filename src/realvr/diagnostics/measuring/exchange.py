@@ -11,12 +11,10 @@ hits the ranked one, a donor that equals the recipient) are decoded once.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +23,7 @@ from realvr.backbone.attention import Probe
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.samples import answer_tokens, pad_answers
 from realvr.diagnostics.exchange import DIRECTIONS, Condition, Swaps, about_pair
+from realvr.diagnostics.measuring.replacing import shuffled
 from realvr.diagnostics.measuring.views import EDITED, ORIGINAL, NoControl, Views, read_views
 from realvr.diagnostics.pairs import Pair
 from realvr.evaluation.model_responder import prompt_hash
@@ -33,10 +32,27 @@ from realvr.latent.sampling import GREEDY, Sampling
 from realvr.latent.span import score, splice
 from realvr.latent.state import State
 from realvr.maths import credit
+from realvr.maths.dependence import ranked
 from realvr.runs.journal import Record
 
 ROLES = dict(zip(DIRECTIONS, ((EDITED, ORIGINAL), (ORIGINAL, EDITED)), strict=True))
 """Donor and recipient view."""
+
+
+class SpanOptions(Protocol):
+    """How mixed spans are answered."""
+
+    @property
+    def latents(self) -> int:
+        """K."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """How answers are decoded."""
+
+    @property
+    def rows(self) -> int:
+        """Spans decoded together."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +98,7 @@ def exchange_pairs(
     records += [about_pair(pair, "no-control", None, no_control=asdict(why)) for pair, why in views.missing()]
     if not views.pairs:
         return records
-    recipients = _recipients(views)
+    recipients = recipients_of(views)
     answers = Answers(backbone, recipients)
     assert views.after is not None and views.latents_RKD is not None
     free = views.after.select(_index(backbone, [r.row for r in recipients]))
@@ -110,7 +126,8 @@ def exchange_pairs(
     return records
 
 
-def _recipients(views: Views) -> list[Recipient]:
+def recipients_of(views: Views) -> list[Recipient]:
+    """Both directions of every pair."""
     found: list[Recipient] = []
     for number, (pair, control) in enumerate(zip(views.pairs, views.controls, strict=True)):
         rows = views.rows[number]
@@ -134,7 +151,7 @@ def _index(backbone: Backbone, rows: Sequence[int]) -> Tensor:
     return torch.tensor(list(rows), device=backbone.device)
 
 
-def _limits(backbone: Backbone, views: Views, recipients: Sequence[Recipient], options: ExchangeOptions) -> list[int]:
+def _limits(backbone: Backbone, views: Views, recipients: Sequence[Recipient], options: SpanOptions) -> list[int]:
     room = backbone.context_length - options.latents - 2
     return [min(options.sampling.max_new, room - len(views.prompts[r.row])) for r in recipients]
 
@@ -147,10 +164,9 @@ def select_positions(condition: Condition, gamma_K: Tensor, recipient: Recipient
     if condition.selector in ("full", "from-step"):
         return list(range(count - condition.k, count))
     if condition.selector == "contrast":
-        order = torch.sort(gamma_K.cpu(), descending=True, stable=True).indices.tolist()
+        order = ranked(gamma_K)
     else:
-        name = zlib.crc32(f"{recipient.pair.id}\n{recipient.direction}".encode())
-        order = np.random.default_rng([condition.seed or 0, name]).permutation(count).tolist()
+        order = shuffled(count, condition.seed or 0, f"{recipient.pair.id}\n{recipient.direction}")
     return order[: condition.k]
 
 
@@ -178,15 +194,14 @@ class Answers:
         probe = Probe(columns=state.slots)
         scores = self.scores(state, numbers, probes=[probe])
         content = self.content_BYS[_index(self.backbone, numbers)]
-        own = torch.eye(2, dtype=torch.bool, device=content.device)
-        r_BYK = credit.readout(probe.stack(), (content[:, None] & own[None, :, :, None]).flatten(2))
+        r_BYK = credit.readout(probe.stack(), credit.own_rows(content))
         return scores, credit.selective(r_BYK[:, 0], r_BYK[:, 1])
 
 
 class Spans:
     """Mixed spans to be answered, each distinct one once."""
 
-    def __init__(self, backbone: Backbone, views: Views, answers: Answers, options: ExchangeOptions) -> None:
+    def __init__(self, backbone: Backbone, views: Views, answers: Answers, options: SpanOptions) -> None:
         self.backbone, self.views, self.answers, self.options = backbone, views, answers, options
         self.recipients: list[Recipient] = []
         self.latents: list[Tensor] = []
@@ -199,6 +214,10 @@ class Spans:
         mixed = self.views.latents_RKD[recipient.row].clone()
         if positions and donor is not None:
             mixed[list(positions)] = self.views.latents_RKD[donor, list(positions)]
+        return self.put(recipient, mixed)
+
+    def put(self, recipient: Recipient, mixed: Tensor) -> int:
+        """Ticket of a recipient with these latents (K, D)."""
         # Equal inputs must give equal numbers: two rows of one batch may differ in the last bit.
         key = (recipient.number, mixed.double().cpu().numpy().tobytes())
         if key not in self._tickets:

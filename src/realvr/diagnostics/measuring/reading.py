@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
 from realvr.backbone.backbone import Backbone, VisualTokens
@@ -13,6 +14,7 @@ from realvr.backbone.samples import conversation
 from realvr.backbone.types import Prompt
 from realvr.data.sample import Sample
 from realvr.errors import UserError
+from realvr.imaging.types import ImageInput
 from realvr.latent.span import prefill, think
 from realvr.latent.state import State
 
@@ -47,7 +49,13 @@ def prompt_of(backbone: Backbone, sample: Sample, pictures: Sample, latents: int
     """The sample's question about the pictures of another, or of its own."""
     if len(sample.images) != len(pictures.images):
         raise UserError(f"{sample.id}: {pictures.id} has another number of pictures and cannot be its control")
-    prompt = backbone.prompt(conversation(sample, [backbone.processor(image.open()) for image in pictures.images]))
+    return prompt_with(backbone, sample, [backbone.image(image) for image in pictures.images], latents)
+
+
+def prompt_with(backbone: Backbone, sample: Sample, pictures: Sequence[Image | ImageInput], latents: int) -> Prompt:
+    """The sample's question about these pictures, in place of `Sample.images`."""
+    ready = [picture if isinstance(picture, ImageInput) else backbone.processor(picture) for picture in pictures]
+    prompt = backbone.prompt(conversation(sample, ready))
     if len(prompt) + latents + 3 > backbone.context_length:  # two markers, and one token to answer with
         raise UserError(f"{sample.id}: {len(prompt)} tokens leave no room for {latents} latents and an answer")
     return prompt
@@ -63,6 +71,12 @@ def read_samples(backbone: Backbone, samples: Sequence[Sample], latents: int) ->
             reading.samples.append(sample)
         except UserError as error:
             reading.errors.append((sample, str(error)))
+    return read_prompts(backbone, reading, latents)
+
+
+@torch.no_grad()
+def read_prompts(backbone: Backbone, reading: Reading, latents: int) -> Reading:
+    """Prefill and free-running span of the prompts of a reading, in one batch; the same reading."""
     if reading.prompts:
         batch = backbone.batch(reading.prompts)
         reading.visual = backbone.encode_images(batch.images)

@@ -19,7 +19,7 @@ from realvr.backbone.backbone import Backbone
 from realvr.data.boxes import XYXY
 from realvr.data.sample import Sample
 from realvr.diagnostics.measuring.reading import Reading, read_samples
-from realvr.diagnostics.steer_moves import Move, as_json, move_at
+from realvr.diagnostics.steer_moves import Move, as_json, box_distance, control_seed, move_at
 from realvr.evaluation.model_responder import prompt_hash
 from realvr.latent.group_rollout import Completion, decode
 from realvr.latent.regions import region_tokens, region_vector
@@ -27,6 +27,7 @@ from realvr.latent.sampling import GREEDY, Sampling
 from realvr.latent.span import span_tokens, think
 from realvr.latent.state import State
 from realvr.latent.walk import walk
+from realvr.maths.injection import random_direction
 from realvr.runs.journal import Record
 
 
@@ -109,6 +110,14 @@ class Bench:
             for row, (image, box) in enumerate(zip(images, boxes, strict=True))
         ]
 
+    def randomly(self, step: int, vectors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """For each vector one of the same norm in a random direction."""
+        rows = zip(self.reading.samples, vectors, strict=True)
+        return [
+            None if v is None else random_direction(v, control_seed(self.options.seed, sample.id, step))
+            for sample, v in rows
+        ]
+
     def records(self, step: int, moves: Sequence[Move | str]) -> list[Record]:
         """One for each row of the batch."""
         samples = self.reading.samples
@@ -116,11 +125,13 @@ class Bench:
         if not any(found):
             return [_skipped(sample, step, str(why)) for sample, why in zip(samples, moves, strict=True)]
         images = [move.image if move else 0 for move in found]
+        vectors = self.vectors(images, [move.box if move else None for move in found])
         told = {
             "free": self.free,
-            "moved": self.put(step, self.vectors(images, [move.box if move else None for move in found])),
+            "moved": self.put(step, vectors),
             "own_place": self.put(step, self.vectors(images, [move.own if move else None for move in found])),
             "put_back": self.put(step, [None] * len(found)),
+            "random": self.put(step, self.randomly(step, vectors)),
         }
         return [
             _skipped(sample, step, str(move)) if isinstance(move, str) else self._record(row, move, told)
@@ -130,9 +141,9 @@ class Bench:
     def _record(self, row: int, move: Move, told: dict[str, Told]) -> Record:
         sample, options = self.reading.samples[row], self.options
         reader = parser(options.policy, "evaluation")
-        shown = {name: one for name, one in told.items() if name != "own_place" or move.own is not None}
+        shown = {n: t for n, t in told.items() if n != "random" and (n != "own_place" or move.own is not None)}
         texts = {name: one.replies[row].text for name, one in shown.items()}
-        back = told["put_back"]
+        back, random = told["put_back"], told["random"].replies[row].text
         return {
             "id": sample.id,
             "step": move.step,
@@ -148,6 +159,12 @@ class Bench:
                 "own_place": self._on(row, move, told["own_place"], move.old) if move.own is not None else [],
                 "free": self._on(row, move, self.free, move.old),
             },
+            "random": {
+                "text": random,
+                "extracted": reader.read(random, sample.choices),
+                "later": self._on(row, move, told["random"], move.new),
+            },
+            "distance": self._distance(row, move),
             "unchanged": torch.equal(back.latents_RKD[row], self.free.latents_RKD[row])
             and torch.equal(back.last_RD[row], self.free.last_RD[row])
             and texts["put_back"] == texts["free"],
@@ -159,6 +176,11 @@ class Bench:
             "prompt": prompt_hash(self.reading.prompts[row]),
             "error": None,
         }
+
+    def _distance(self, row: int, move: Move) -> int | None:
+        if move.distance is not None or move.own is None:
+            return move.distance
+        return box_distance(self.reading.prompts[row].images[move.image].grid, move.own, move.box)
 
     def _on(self, row: int, move: Move, told: Told, places: Sequence[XYXY]) -> list[bool]:
         """For each latent after the step, whether the visual token nearest to it lies in the place it should be at."""

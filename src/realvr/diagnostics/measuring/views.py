@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +13,14 @@ from torch import Tensor
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.types import Prompt
 from realvr.diagnostics.measuring.reading import prompt_of
-from realvr.diagnostics.pairs import Pair
+from realvr.diagnostics.pairs import Asked, Pair
 from realvr.errors import UserError
 from realvr.evaluation.model_responder import prompt_hash
 from realvr.latent.span import prefill, think
 from realvr.latent.state import State
 from realvr.runs.journal import Record
 
+T = TypeVar("T", bound=Asked)
 ORIGINAL, EDITED, UNRELATED = range(3)
 NO_CANDIDATE = "no other pair shows as many pictures and none of its own"
 CONTROL_FAILED = "the control cannot be read"
@@ -33,10 +35,10 @@ class NoControl:
 
 
 @dataclass
-class Views:
+class Views(Generic[T]):
     """P pairs read in one batch of R rows. Equal prompts share a row, so equal views have the same latents."""
 
-    pairs: list[Pair] = field(default_factory=list)
+    pairs: list[T] = field(default_factory=list)
     controls: list[Pair | NoControl] = field(default_factory=list)
     prompts: list[Prompt] = field(default_factory=list)
     rows: list[list[int]] = field(default_factory=list)
@@ -46,7 +48,7 @@ class Views:
     after: State | None = None
     """After ``<|lvr_end|>``."""
     latents_RKD: Tensor | None = None
-    errors: list[tuple[Pair, str]] = field(default_factory=list)
+    errors: list[tuple[T, str]] = field(default_factory=list)
     """Pairs that could not be read, and why; they have no rows."""
 
     def unrelated(self, pair: int) -> int | None:
@@ -54,19 +56,19 @@ class Views:
         rows = self.rows[pair]
         return rows[UNRELATED] if len(rows) > UNRELATED else None
 
-    def missing(self) -> list[tuple[Pair, NoControl]]:
+    def missing(self) -> list[tuple[T, NoControl]]:
         """Pairs that were read without the unrelated view, and why."""
         pairs = zip(self.pairs, self.controls, strict=True)
         return [(pair, control) for pair, control in pairs if isinstance(control, NoControl)]
 
 
 @torch.no_grad()
-def read_views(backbone: Backbone, pairs: Sequence[Pair], controls: Sequence[Pair | None], latents: int) -> Views:
+def read_views(backbone: Backbone, pairs: Sequence[T], controls: Sequence[Pair | None], latents: int) -> Views[T]:
     """Prefill and free-running span of every view, in one batch; each view is a conversation of its own.
 
     A control that is missing or cannot be read costs its own pair the unrelated view, nothing else.
     """
-    views = Views()
+    views: Views[T] = Views()
     seen: dict[str, int] = {}
     for pair, chosen in zip(pairs, controls, strict=True):
         try:
@@ -94,7 +96,7 @@ def read_views(backbone: Backbone, pairs: Sequence[Pair], controls: Sequence[Pai
     return views
 
 
-def measure_distances(views: Views) -> list[Record]:
+def measure_distances(views: Views[Pair]) -> list[Record]:
     """One record per pair: the distances from the original to the edited and to the unrelated view."""
     records = [_record(pair, None, error=error) for pair, error in views.errors]
     for pair, control, rows in zip(views.pairs, views.controls, views.rows, strict=True):
