@@ -98,6 +98,21 @@ def test_the_promised_files_are_there_and_hold_numbers(finished: tuple[Path, str
     assert not network.exists(), network.read_text()
 
 
+def test_the_diagnostics_of_a_model_are_there_with_figures_and_a_verdict(
+    finished: tuple[Path, str, str, Path],
+) -> None:
+    folder = finished[0] / "diagnostics"
+    tests = json.loads((folder / "diagnose.json").read_text())["tests"]
+    assert len(tests) >= 5 and {one["status"] for one in tests.values()} == {"measured"}
+    for name in tests:
+        assert all(math.isfinite(number) for number in numbers(json.loads((folder / f"{name}.json").read_text())))
+        for ending, start in ((".svg", b"<?xml"), (".png", b"\x89PNG")):
+            drawn = sorted(folder.glob(f"{name}{ending}")) or sorted(folder.glob(f"{name}-*{ending}"))
+            assert drawn and all(file.read_bytes().startswith(start) for file in drawn), name
+    verdict = json.loads((folder / "verdict.json").read_text())
+    assert verdict["sentence"].startswith(verdict["label"]) and verdict["used"]["n"] and verdict["grounded"]["n"]
+
+
 def test_it_begins_with_what_was_found(finished: tuple[Path, str, str, Path]) -> None:
     """On the terminal, in summary.json and in the list for the report; every number of the lines was measured."""
     out, stdout, _, _ = finished
@@ -192,6 +207,7 @@ def test_a_finished_demo_is_not_done_again(finished: tuple[Path, str, str, Path]
     assert (out / "summary.json").read_bytes() == before and stdout.strip().endswith("index.html")
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_is_one_line_that_names_it(tmp_path: Path) -> None:
     """The pictures are marked as drawn and are not there."""
     with open_demo_folder(tmp_path / "demo", quick_settings()):

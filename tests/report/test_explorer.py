@@ -256,7 +256,7 @@ def test_the_slider_swaps_latents_in_and_the_keyboard_moves_it(tab: Page, conten
     assert tab.run(f"{slider}.value") == str(count - 1)
     assert [kind for kind, _ in stops(tab)].count("donor") >= 1
     tab.run("document.querySelectorAll('.card .toggle button')[1].click()")  # the swap goes the other way
-    assert "original picture" in tab.run("document.querySelector('.card label').textContent")
+    assert "original picture" in tab.run("document.querySelector('.card .span label').textContent")
     tab.run("document.querySelector('.card .reset').click()")
     assert tab.run(f"{slider}.value") == str(count + 1) and {kind for kind, _ in stops(tab)} == {"own"}
 

@@ -11,6 +11,7 @@ import pytest
 import realvr
 from realvr.diagnostics.base import DIAGNOSTICS
 from realvr.evaluation.benchmark import BENCHMARKS
+from realvr.evaluation.effects import TITLES
 from realvr.evaluation.published import published
 
 PACKAGE = Path(realvr.__file__).parent
@@ -46,10 +47,13 @@ def literals(source: str) -> list[tuple[int, str]]:
 
 def named(text: str, known: set[str]) -> list[str]:
     """Names that a text has as words. Methods that are also words of English or of the command line ("direct", "base",
-    "realvr") count where they are the whole text, or in their capitals."""
+    "realvr") count where they are the whole text, or in their capitals; so do diagnostics that have the name of an
+    effect of the evaluation ("dependence")."""
+    effects = {title.partition(":")[0] for title in TITLES.values()}
     found = []
     for name in known:
-        plain = re.fullmatch("[a-z]+", name) is not None and name not in DIAGNOSTICS and name not in BENCHMARKS
+        member = (name in DIAGNOSTICS and name not in effects) or name in BENCHMARKS
+        plain = re.fullmatch("[a-z]+", name) is not None and not member
         whole = text.strip().lower() == name.lower() and text.strip() != "realvr"
         inside = re.search(rf"(?<![\w-])(?:mini-)?{re.escape(name)}(?![\w-])", text) is not None
         if whole or (inside and not plain):

@@ -14,6 +14,7 @@ import pytest
 
 from html_tree import Element, read
 from realvr.cli import main
+from realvr.diagnostics import DIAGNOSTICS
 from report_cases import ARMS
 
 SECTIONS = [
@@ -22,13 +23,7 @@ SECTIONS = [
     "benchmarks",
     "ablation",
     "sweep",
-    "cases",
-    "counterfactual",
-    "distances",
-    "exchange",
-    "steer",
-    "grounding",
-    "walk",
+    *(kind.name for kind in DIAGNOSTICS),
     "further",
     "paper",
     "provenance",

@@ -152,6 +152,23 @@ class Measurement(Part):
     seconds: float
 
 
+class SuiteChoice(Part):
+    """Diagnostics that are run together on the model of one arm, with their figures."""
+
+    title: str
+    folder: str
+    arm: str
+    data: str
+    limit: str
+    """The number that says how many samples each takes; of pairs, how many of each edit."""
+    tests: tuple[str, ...]
+    settings: dict[str, dict[str, Any]] = {}
+    start: float
+    """Seconds of each test whatever its samples: what it prepares, its summary and its figures."""
+    seconds: float
+    """Of each test and sample."""
+
+
 class Column(Part):
     """A column of a closing table: where its number stands in ``summary.json``, and how it is written."""
 
@@ -214,6 +231,7 @@ class Choice(Part):
     parts: dict[str, Parts]
     """By benchmark."""
     diagnostics: dict[str, Measurement]
+    suite: SuiteChoice
     comparisons: tuple[Comparison, ...]
     findings: dict[str, dict[str, tuple[str, ...]]]
     """Numbers that lead: name -> name of a number -> where it stands in summary.json."""

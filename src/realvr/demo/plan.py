@@ -70,7 +70,7 @@ class Step:
     """Also the name of its mark in ``done/``, slashes as dashes."""
     title: str
     kind: str
-    """The function of `realvr.demo.steps` that does it: draw, train, eval or diagnose."""
+    """The function of `realvr.demo.steps` that does it: draw, train, eval, diagnose or suite."""
     cost: float
     """Seconds on one core, as measured; only ever used to say how long the rest may take."""
     needs: tuple[str, ...] = ()
@@ -93,7 +93,8 @@ def steps_of(settings: DemoSettings) -> list[Step]:
         cost = 0.5 + sum(numbers[split.count] * split.seconds for split in drawing.splits.values())
         steps.append(Step(drawing.name, drawing.title, "draw", cost, what=drawing.name))
     steps += [_training(settings, arm.training, arm) for arm in reversed(ARMS) if arm.training]
-    return steps + [step for arm in ARMS for step in _measurements(settings, arm)]
+    # One long step that waits for no training: begun last, it would run alone.
+    return [*steps, _suite(settings), *(step for arm in ARMS for step in _measurements(settings, arm))]
 
 
 def _training(settings: DemoSettings, training: Training, arm: Arm) -> Step:
@@ -151,6 +152,26 @@ def _measurements(settings: DemoSettings, arm: Arm) -> list[Step]:
         counted = {"journals": one.journals, "units": units if one.journals else 0, "rough": one.rough}
         steps.append(step("diagnose", name, one.title, one.seconds * units, [one.data], **counted))
     return steps
+
+
+def _suite(settings: DemoSettings) -> Step:
+    """The diagnostics that are run together."""
+    suite = choice().suite
+    arm = next(arm for arm in ARMS if arm.name == suite.arm)
+    trained = (arm.training.step,) if arm.training else ()
+    units = len(suite.tests) * settings[suite.limit]
+    return Step(
+        suite.folder,
+        f"{arm.name}: {suite.title}",
+        "suite",
+        _START + suite.start * len(suite.tests) + suite.seconds * units,
+        (_drawn(suite.data), *trained),
+        arm,
+        tuple(f"{suite.folder}/{test}.jsonl" for test in suite.tests),
+        units,
+        rough=True,
+        out=suite.folder,
+    )
 
 
 def questions_of(settings: DemoSettings) -> int:

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Self
 
 from rich.console import Console
 
@@ -79,13 +80,13 @@ def run_demo(out: Path, settings: DemoSettings, workers: int | None = None, take
     count = workers or min(_cores(), 4)
     console = Console(stderr=True, soft_wrap=True)
     begun = time.monotonic()
-    with _sigterm_stops(), open_demo_folder(out, settings, take_over):
+    with _SigtermStops() as stops, open_demo_folder(out, settings, take_over):
         steps = steps_of(settings)
         done = {step.name for step in steps if is_done(out, step)}
         if done:
             console.print(f"{out}: {len(done)} of {len(steps)} steps were done before", highlight=False, markup=False)
         with Display(out, steps, done, count, console) as display:
-            run_steps(out, steps, count, display)
+            run_steps(out, steps, count, display, stops.check)
         summary = collect(out, settings)
         DEMO_FILE.dump(out / "summary.json", summary)
         ARMS_FILE.dump(out / ARM_LIST, index(summary))
@@ -97,11 +98,13 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class _sigterm_stops:
+class _SigtermStops:
     """SIGTERM like Ctrl-C: the processes of the demo save what they have."""
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
+        self._wished = False
         self._before = signal.signal(signal.SIGTERM, self._handle)
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -109,4 +112,10 @@ class _sigterm_stops:
         signal.signal(signal.SIGTERM, self._before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._wished = True
         raise KeyboardInterrupt
+
+    def check(self) -> None:
+        """Stop now if that was wished: Python drops an exception that a signal raises inside a finalizer."""
+        if self._wished:
+            raise KeyboardInterrupt

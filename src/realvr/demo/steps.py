@@ -153,6 +153,18 @@ def diagnose(step: Step, settings: DemoSettings) -> None:
     measure([first, *chosen.beside], asked, step.what)
 
 
+def suite(step: Step, settings: DemoSettings) -> None:
+    """Several diagnostics in one folder, with their figures."""
+    from realvr.diagnostics import DiagnoseSettings
+    from realvr.diagnostics.suite import Suite, run_suite
+
+    chosen, limit = choice().suite, settings[choice().suite.limit]
+    common: dict[str, Any] = {"max_new": choice().max_new, "device": "cpu", "limit": limit}
+    asked = DiagnoseSettings(_arm(step).model, samples_of(chosen.data), step.out, **common)
+    own = {name: filled(values, settings.numbers) for name, values in chosen.settings.items()}
+    run_suite(Suite(asked, chosen.tests, (), own))
+
+
 def _arm(step: Step) -> Arm:
     if step.arm is None:
         raise ValueError(f"{step.name} belongs to no arm")
@@ -164,4 +176,5 @@ WORK: dict[str, Callable[[Step, DemoSettings], None]] = {
     "train": train,
     "eval": evaluate,
     "diagnose": diagnose,
+    "suite": suite,
 }

@@ -70,9 +70,11 @@ def collect(folder: Path, settings: DemoSettings) -> DemoSummary:
 
 def index(summary: DemoSummary) -> ArmList:
     """The content of ``demo.json``: where the results of each arm are, for the report."""
+    suite = choice().suite
     arms: list[Any] = []
     for arm in ARMS:
         entry: Json = {"name": arm.name, "train": f"{arm.folder}/train" if arm.training else None}
+        entry |= {"suite": suite.folder} if arm.name == suite.arm else {}  # what follows takes the place of its numbers
         arms.append(entry | {kind: f"{arm.folder}/{kind}" for kind in ("eval", *arm.diagnostics)})
     return {"arms": arms, "leading": summary["leading"], "notes": summary["notes"]}
 

@@ -8,7 +8,7 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,14 +91,24 @@ class Worker:
         return {"ok": False, "error": f"a process of the demo ended ({what})", "internal": True}
 
 
-def run_steps(folder: Path, steps: Sequence[Step], workers: int, watcher: Watcher | None = None) -> None:
-    """Do the steps that are not complete, at most ``workers`` at a time; returns when all are."""
+def run_steps(
+    folder: Path,
+    steps: Sequence[Step],
+    workers: int,
+    watcher: Watcher | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Do the steps that are not complete, at most ``workers`` at a time; returns when all are.
+
+    ``check`` is called a few times a second, and what it raises stops the demo.
+    """
     watcher = watcher or Watcher()
     done = {step.name for step in steps if is_done(folder, step)}
     waiting = [step for step in steps if step.name not in done]
     team: list[Worker] = []
     try:
         while waiting or any(worker.step for worker in team):
+            check()
             _hand_out(folder, team, waiting, done, workers, watcher)
             for worker in _ready(team):
                 step, outcome = worker.step, worker.outcome()

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import jinja2
 from markupsafe import Markup
 
 from realvr import __version__
 from realvr.diagnostics.base import DIAGNOSTICS, Shown
+from realvr.diagnostics.card import HTML as CARD
+from realvr.diagnostics.panels import Source, join
 from realvr.errors import UserError
 from realvr.report import paper
 from realvr.report.find import find
@@ -24,9 +28,12 @@ from realvr.report.scores import ablation, benchmarks, sweep
 from realvr.report.training import training
 from realvr.runs.files import publish
 from realvr.training.records import BASELINE
-from realvr.widgets import Section, tables_of
+from realvr.widgets import Section, Text, tables_of
+from realvr.widgets.browser import Measured
 
-_TEMPLATES = ("page.html", "style.css", "page.js", "explorer.html", "explorer.css", "explorer.js")
+_TEMPLATES = ("page.html", "explorer.html")
+_STYLES = ("style.css", "explorer.css", "browser.css")
+_SCRIPTS = ("page.js", "browser.js", "explorer.js")
 
 
 def build(
@@ -40,6 +47,7 @@ def build(
     """Write ``out/index.html`` and ``out/data.json`` from the results below ``runs``; returns the page's path."""
     results = find(runs, policy)
     sections = make_sections(results, baseline)
+    next(one for one in sections if one.id == "overview").widgets += _cards(results, out)
     page = render(sections, title)
     data = {"version": __version__, "title": title, "sections": [_data(section) for section in sections]}
     _write(out, {"index.html": page, "data.json": json.dumps(data, ensure_ascii=False, indent=1) + "\n"})
@@ -64,12 +72,33 @@ def make_sections(results: Results, baseline: str | None = None) -> list[Section
     ]
 
 
+def _cards(results: Results, out: Path) -> list[Text]:
+    """Links to the cards of latents that lie beside results."""
+    found: dict[Path, str] = {}
+    for arm in results.arms:
+        for one in arm.diagnostics.values():
+            if (one.folder / CARD).is_file():
+                found.setdefault(one.folder / CARD, arm.name)
+    return [
+        Text(f"Card of the latents: {name}", link=quote(os.path.relpath(file, out.resolve()).replace(os.sep, "/")))
+        for file, name in found.items()
+    ]
+
+
 def _shown(results: Results, diagnostic: str) -> list[Shown]:
     return [
-        Shown(arm.name, arm.diagnostics[diagnostic].summary, arm.number)
+        Shown(arm.name, arm.diagnostics[diagnostic].summary, arm.number, _panels(arm, diagnostic))
         for arm in results.arms
         if diagnostic in arm.diagnostics
     ]
+
+
+def _panels(arm: Arm, diagnostic: str) -> Callable[[Collection[str]], list[Measured]]:
+    """What all diagnostics of an arm have of the samples that one of them has chosen; read when it is asked for."""
+    sources = {
+        name: Source(DIAGNOSTICS.get(name), one.folder, dict(one.settings)) for name, one in arm.diagnostics.items()
+    }
+    return partial(join, sources[diagnostic], list(sources.values()))
 
 
 def choose_baseline(results: Results, name: str | None) -> Arm | None:
@@ -90,7 +119,7 @@ def choose_baseline(results: Results, name: str | None) -> Arm | None:
 def render(sections: Sequence[Section], title: str) -> str:
     """The page. Everything that comes from results is escaped by the template."""
     folder = files("realvr.report").joinpath("templates")
-    texts = {name: folder.joinpath(name).read_text(encoding="utf-8") for name in _TEMPLATES}
+    texts = {name: folder.joinpath(name).read_text(encoding="utf-8") for name in (*_TEMPLATES, *_STYLES, *_SCRIPTS)}
     environment = jinja2.Environment(
         loader=jinja2.DictLoader(texts),
         autoescape=True,
@@ -103,8 +132,8 @@ def render(sections: Sequence[Section], title: str) -> str:
         sections=sections,
         title=title,
         version=__version__,
-        style=Markup(texts["style.css"] + texts["explorer.css"]),
-        script=Markup(texts["page.js"] + texts["explorer.js"]),
+        style=Markup("".join(texts[name] for name in _STYLES)),
+        script=Markup("".join(texts[name] for name in _SCRIPTS)),
     )
 
 

@@ -88,10 +88,11 @@ class Figures:
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph; ``kind`` sets it apart."""
+    """A paragraph; ``kind`` sets it apart. ``link`` is where it leads, relative to the page."""
 
     text: str
     kind: Literal["plain", "warning", "command", "heading", "code"] = "plain"
+    link: str = ""
     part: Literal["text"] = "text"
 
 

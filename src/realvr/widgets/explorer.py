@@ -8,14 +8,17 @@ others by the same rules.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 from markupsafe import Markup
 from typing_extensions import TypedDict
+
+from realvr.widgets.browser import Measured
 
 WIDTH = 600
 """Units across a picture."""
@@ -57,8 +60,17 @@ class Steered(TypedDict):
     walks: list[Walked]
 
 
+class Picture(TypedDict):
+    """A further picture of a question that shows several. Its cells are counted on from those of the one before."""
+
+    picture: str
+    size: list[int]
+    grid: list[int]
+    evidence: list[list[float]]
+
+
 class View(TypedDict):
-    """One of the two pictures of a case."""
+    """One of the two pictures of a case, or the only one."""
 
     picture: str
     """A ``data:`` address."""
@@ -77,10 +89,11 @@ class View(TypedDict):
     swaps: list[Swapped]
     """Entry t - 1: latents of the other picture from step t on."""
     steered: list[Steered]
+    more: NotRequired[list[Picture]]
 
 
 class Case(TypedDict):
-    """One question about two pictures."""
+    """One question about two pictures, or about one."""
 
     id: str
     about: str
@@ -89,7 +102,11 @@ class Case(TypedDict):
     choices: list[str]
     failed: bool
     views: list[View]
-    """Original and edited."""
+    """Original and edited; only the original where there is no pair."""
+    ids: NotRequired[list[str]]
+    """Of the samples behind the views: what other diagnostics have measured of them is shown with the case."""
+    task: NotRequired[str]
+    edit: NotRequired[str]
 
 
 @dataclass(frozen=True)
@@ -101,15 +118,26 @@ class Explorer:
     names: Sequence[str]
     """Of the model and, where there is one, of the second."""
     cases: Sequence[Case]
+    measured: Sequence[Measured] = ()
+    """What diagnostics have measured of these cases."""
     part: Literal["explorer"] = "explorer"
 
     def data(self) -> dict[str, Any]:
         """What the page's script reads. It takes pictures from the page, where they stand once."""
-        cases = [
-            {**case, "views": [{k: v for k, v in view.items() if k != "picture"} for view in case["views"]]}
-            for case in self.cases
-        ]
-        return {"names": list(self.names), "cases": cases}
+        return {"names": list(self.names), "cases": [{**case, "views": _views(case)} for case in self.cases]}
+
+    def panels(self, case: Case) -> list[dict[str, Any]]:
+        """What is measured of one case, diagnostic by diagnostic; the page reads it when the case is opened."""
+        views = case.get("ids") or [f"{case['id']}/{number}" for number in range(len(case["views"]))]
+        return [one.of(case["id"], views) for one in self.measured]
+
+    def size(self) -> str:
+        """What it takes of the page, in words."""
+        numbers = sum(len(json.dumps(self.panels(case))) for case in self.cases) + len(json.dumps(self.data()))
+        views = [view for case in self.cases for view in case["views"]]
+        pictures = sum(len(one["picture"]) for view in views for one in self.pictures(view))
+        of = f" with the panels of {len(self.measured)} diagnostics" if self.measured else ""
+        return f"{len(self.cases)} cases{of}: {(numbers + pictures) / 1e6:.1f} MB of this page."
 
     def letter(self, case: Case, answer: str | None) -> str:
         """An answer in words: a letter with its option."""
@@ -118,17 +146,38 @@ class Explorer:
         place = ord(answer) - ord("A") if len(answer) == 1 else -1
         return f"{answer} ({case['choices'][place]})" if 0 <= place < len(case["choices"]) else answer
 
-    def drawing(self, view: View) -> Markup:
+    def pictures(self, view: View) -> list[Picture | View]:
+        """The picture of a view, and the others where its question shows several."""
+        return [view, *view.get("more", ())]
+
+    def drawing(self, view: View, number: int = 0) -> Markup:
         """The walk over one picture."""
-        body = walk_marks(view["walk"], view["grid"], view["size"])
-        return Markup(
-            f'<svg class="walk" viewBox="0 0 {WIDTH} {height_of(view["size"])}" aria-hidden="true">{body}</svg>'
-        )
+        pictures = self.pictures(view)
+        grid, size = pictures[number]["grid"], pictures[number]["size"]
+        body = walk_marks(view["walk"], grid, size, sum(math.prod(one["grid"]) for one in pictures[:number]))
+        return Markup(f'<svg class="walk" viewBox="0 0 {WIDTH} {height_of(size)}" aria-hidden="true">{body}</svg>')
 
     def spoken(self, view: View) -> str:
         """The same walk in words."""
-        found = stops(view["walk"])
-        return "; ".join(f"{_name(one)} {_place(one['cell'], view['grid'])}" for one in found)
+        pictures = self.pictures(view)
+        starts = [sum(math.prod(one["grid"]) for one in pictures[:number]) for number in range(len(pictures))]
+        found = []
+        for one in stops(view["walk"]):
+            number = max(place for place, start in enumerate(starts) if start <= one["cell"])
+            where = _place(one["cell"] - starts[number], pictures[number]["grid"])
+            found.append(f"{_name(one)} {where}" + (f" of picture {number + 1}" if len(pictures) > 1 else ""))
+        return "; ".join(found)
+
+
+def _views(case: Case) -> list[dict[str, Any]]:
+    """The views of a case without their pictures."""
+    found = []
+    for view in case["views"]:
+        one: dict[str, Any] = {name: value for name, value in view.items() if name != "picture"}
+        if "more" in view:
+            one["more"] = [{k: v for k, v in other.items() if k != "picture"} for other in view["more"]]
+        found.append(one)
+    return found
 
 
 def height_of(size: Sequence[int]) -> int:
@@ -147,8 +196,9 @@ def stops(walk: Walked) -> list[dict[str, Any]]:
     return found
 
 
-def walk_marks(walk: Walked, grid: Sequence[int], size: Sequence[int]) -> str:
-    """Legs from stop to stop, then the stops with their numbers; the fainter, the smaller the cosine."""
+def walk_marks(walk: Walked, grid: Sequence[int], size: Sequence[int], start: int = 0) -> str:
+    """Legs from stop to stop, then the stops with their numbers; the fainter, the smaller the cosine. ``start``: cells
+    of the pictures before this one; stops in other pictures are left out."""
     wide, high = WIDTH / grid[1], height_of(size) / grid[0]
     unit = min(wide, high)
     badge = min(max(unit * 0.17, 11), 17)
@@ -157,6 +207,10 @@ def walk_marks(walk: Walked, grid: Sequence[int], size: Sequence[int]) -> str:
     visits: dict[int, int] = {}
     before: tuple[float, float] | None = None
     for number, one in enumerate(found):
+        one["cell"] -= start
+        if not 0 <= one["cell"] < grid[0] * grid[1]:
+            before = None
+            continue
         x, y = (one["cell"] % grid[1] + 0.5) * wide, (one["cell"] // grid[1] + 0.5) * high
         opacity = _text(0.3 + 0.7 * max(0.0, one["cosine"]) ** 2, 2)
         if before is not None:
@@ -203,8 +257,8 @@ def _stop(
     parts.append(f'<text x="{_text(bx)}" y="{_text(by)}" style="font-size: {_text(1.25 * badge)}px;">{label}</text>')
     spoken = escape(f"{_name(one)} {_place(one['cell'], grid)}, cosine {_text(one['cosine'], 2)}", quote=True)
     return (
-        f'<g class="stop own" data-step="{one["first"]}" aria-label="{spoken}" opacity="{opacity}" '
-        f'style="--step:{one["first"]}"><title>{spoken}</title>{"".join(parts)}</g>'
+        f'<g class="stop own" data-step="{one["first"]}" data-last="{one["last"]}" aria-label="{spoken}" '
+        f'opacity="{opacity}" style="--step:{one["first"]}"><title>{spoken}</title>{"".join(parts)}</g>'
     )
 
 

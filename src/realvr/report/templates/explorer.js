@@ -2,17 +2,15 @@
 // every case with both pictures, walks and answers.
 (function () {
   const WIDTH = 600, ROOMY = 60;
+  const KEYS = [
+    ["← →", "previous and next case (also p n)"], ["↑ ↓", "previous and next latent, with the focus in the browser (also j k)"],
+    ["1 … 9", "a latent"], ["0", "the answer"], ["o", "what lies over the picture"], ["l L", "next and previous layer"],
+    ["w", "whole walk over a map"], ["e", "other picture"], ["v", "evidence"], ["f", "filters"], ["x", "clear filters"], ["r", "reset"], ["?", "this list"],
+  ];
   const CORNERS = [[-1, -1], [1, -1], [1, 1], [-1, 1]];
 
-  function make(tag, attributes, children) {
-    const made = document.createElement(tag);
-    Object.entries(attributes || {}).forEach(function (pair) {
-      if (pair[0] === "text") made.textContent = pair[1];
-      else if (pair[1] !== null) made.setAttribute(pair[0], pair[1]);
-    });
-    (children || []).forEach(function (child) { made.append(child); });
-    return made;
-  }
+  const make = caseBrowser.make;
+
   function escaped(text) {
     return String(text).replace(/[&<>"']/g, function (sign) { return "&#" + sign.charCodeAt(0) + ";"; });
   }
@@ -48,11 +46,17 @@
     });
     return found;
   }
-  function walkMarks(cells, cosine, kinds, grid, size) {
+  // `start`: cells of the pictures before this one; stops in other pictures are left out.
+  function walkMarks(cells, cosine, kinds, grid, size, start) {
     const wide = WIDTH / grid[1], high = heightOf(size) / grid[0], unit = Math.min(wide, high);
     const badge = clamp(unit * 0.17, 11, 17), visits = {}, found = stopsOf(cells, cosine, kinds);
     let legs = "", marks = "", before = null;
     found.forEach(function (one, number) {
+      one.cell -= start || 0;
+      if (one.cell < 0 || one.cell >= grid[0] * grid[1]) {
+        before = null;
+        return;
+      }
       const x = (one.cell % grid[1] + 0.5) * wide, y = (Math.floor(one.cell / grid[1]) + 0.5) * high;
       const opacity = fixed(0.3 + 0.7 * Math.pow(Math.max(0, one.cosine), 2), 2);
       const kind = one.kind === "put" ? "after" : one.kind;
@@ -85,7 +89,7 @@
     parts += '<rect class="badge" x="' + fixed(bx - across / 2) + '" y="' + fixed(by - badge) + '" width="' + fixed(across) + '" height="' + fixed(2 * badge) + '" rx="' + fixed(round) + '"></rect>';
     parts += '<text x="' + fixed(bx) + '" y="' + fixed(by) + '" style="font-size: ' + fixed(1.25 * badge) + 'px;">' + label + "</text>";
     const spoken = escaped(named(one) + " " + placeOf(one.cell, grid) + ", cosine " + fixed(one.cosine, 2));
-    return '<g class="stop ' + one.kind + '" data-step="' + one.first + '" aria-label="' + spoken + '" opacity="' + opacity + '" style="--step:' + one.first + '"><title>' + spoken + "</title>" + parts + "</g>";
+    return '<g class="stop ' + one.kind + '" data-step="' + one.first + '" data-last="' + one.last + '" aria-label="' + spoken + '" opacity="' + opacity + '" style="--step:' + one.first + '"><title>' + spoken + "</title>" + parts + "</g>";
   }
   function ghostMark(cells, grid, size) {
     const wide = WIDTH / grid[1], high = heightOf(size) / grid[0];
@@ -117,40 +121,41 @@
   function explore(root) {
     const data = JSON.parse(root.querySelector('script[type="application/json"]').textContent);
     const pictures = Array.from(root.querySelectorAll(".plain")).map(function (one) {
-      return Array.from(one.querySelectorAll("img"));
+      return Array.from(one.querySelectorAll("figure")).map(function (figure) { return Array.from(figure.querySelectorAll("img")); });
     });
     if (!data.cases.length) return;
     const id = root.id, names = data.names, NAMES = ["original", "edited"];
     const state = { number: 0, view: 0, from: 0, step: 0, cell: null, evidence: false };
-    let drawn = "";
+    let drawn = "", kept = data.cases.map(function (_, number) { return number; }), linked = false;
+    const browser = caseBrowser.browse(root, chosen), filters = caseBrowser.filters(root, data.cases, filtered);
 
     // What is built once.
     const thumbs = data.cases.map(function (one, number) {
-      const image = make("img", { alt: "", src: pictures[number][0].src, class: pictures[number][0].className || null });
+      const image = make("img", { alt: "", src: pictures[number][0][0].src, class: pictures[number][0][0].className || null });
       const label = "Case " + (number + 1) + ": " + one.about + (one.failed ? ", a failure" : "") + (one.views[0].steered.length ? ", can be steered" : "");
       const marks = [image, make("span", { text: String(number + 1) })];
       if (one.failed) marks.push(make("span", { class: "fail", text: "✗" }));
       if (one.views[0].steered.length) marks.push(make("span", { class: "move", text: "✥" }));
       const button = make("button", { type: "button", class: "thumb", "aria-pressed": "false", "aria-label": label, title: label }, marks);
-      button.addEventListener("click", function () { go(number); });
+      button.addEventListener("click", function () { open(number); });
       return button;
     });
     const previous = make("button", { type: "button", class: "step", "aria-label": "Previous case", text: "‹" });
     const next = make("button", { type: "button", class: "step", "aria-label": "Next case", text: "›" });
-    previous.addEventListener("click", function () { go(state.number - 1); });
-    next.addEventListener("click", function () { go(state.number + 1); });
+    previous.addEventListener("click", function () { move(-1); });
+    next.addEventListener("click", function () { move(1); });
     const strip = make("div", { class: "thumbs", role: "group", "aria-label": "Cases" }, thumbs);
     const heading = make("h3", {}), question = make("p", { class: "question" });
     const sides = NAMES.map(function (name, number) {
       const button = make("button", { type: "button", "aria-pressed": "false", text: (number ? "Edited" : "Original") + " picture" });
-      button.addEventListener("click", function () { look(number); });
+      button.addEventListener("click", function () { look(number); link(); });
       return button;
     });
     const picture = make("img", {}), svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
     svg.setAttribute("class", "walk");
     svg.setAttribute("role", "group");
-    const cells = make("div", { class: "cells", role: "group" });
-    const board = make("div", { class: "board" }, [picture, svg, cells]);
+    const cells = make("div", { class: "cells", role: "group" }), heat = layer("heat");
+    const board = make("div", { class: "board" }, [picture, heat, svg, cells]), more = make("div", { class: "boards" });
     const readout = make("p", { class: "readout" });
     const options = make("ol", { class: "options" });
     const said = make("ul", { class: "said", "aria-live": "polite" });
@@ -169,23 +174,36 @@
     const evidence = make("button", { type: "button", "aria-pressed": "false", text: "Show the evidence" });
     evidence.addEventListener("click", function () { state.evidence = !state.evidence; show(); });
     const reset = make("button", { type: "button", class: "reset", text: "Reset" });
-    reset.addEventListener("click", start);
-    const keys = make("p", { class: "keys" });
-    keys.innerHTML = "Keys: <kbd>e</kbd> other picture, <kbd>n</kbd> <kbd>p</kbd> next and previous case, <kbd>r</kbd> reset, <kbd>←</kbd> <kbd>→</kbd> slider and cells.";
+    reset.addEventListener("click", restart);
+    const keys = make("details", { class: "keys" }, [make("summary", { text: "Keyboard" })]);
+    keys.append(make("dl", {}, KEYS.map(function (pair) {
+      const names = pair[0].split(" ").map(function (name) { return make("kbd", { text: name }); });
+      return make("div", {}, [make("dt", {}, names.flatMap(function (name, place) { return place ? [" ", name] : [name]; })), make("dd", { text: pair[1] })]);
+    })));
+    const none = make("p", { class: "none", text: "No case fits these filters." });
+    const toggle = make("div", { class: "toggle", role: "group", "aria-label": "Picture" }, sides);
     const stage = make("div", { class: "stage" }, [
-      make("div", { class: "toggle", role: "group", "aria-label": "Picture" }, sides), board, readout,
+      toggle, board, more, readout, browser.controls,
       make("fieldset", { class: "span" }, [make("legend", {}, [sliderLabel]), slider, slots, told]),
     ]);
-    const card = make("div", { class: "card" }, [
-      make("div", { class: "strip" }, [previous, strip, next]),
-      make("div", { class: "case" }, [
-        make("div", { class: "ask" }, [heading, question]), stage,
-        make("div", { class: "answers" }, [options, said]),
-        make("div", { class: "controls" }, [steering, make("fieldset", {}, [make("div", { class: "buttons" }, [evidence, reset])]), keys]),
-      ]),
+    const body = make("div", { class: "case" }, [
+      make("div", { class: "ask" }, [heading, question]), stage,
+      make("div", { class: "answers" }, [options, said]),
+      make("div", { class: "controls" }, [steering, make("fieldset", {}, [make("div", { class: "buttons" }, [evidence, reset])])]),
+      browser.cards,
     ]);
+    const card = make("div", { class: "card" }, [filters.element, make("div", { class: "strip" }, [previous, strip, next]), none, body, keys]);
     root.append(card);
     root.classList.add("ready");
+
+    // A drawing over a picture.
+    function layer(name) {
+      const made = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+      made.setAttribute("class", name);
+      made.setAttribute("preserveAspectRatio", "none");
+      made.setAttribute("aria-hidden", "true");
+      return made;
+    }
 
     // What can be chosen.
     function start() {
@@ -202,7 +220,36 @@
       const thumb = thumbs[state.number];
       strip.scrollLeft = thumb.offsetLeft - strip.offsetLeft - strip.clientWidth / 2 + thumb.offsetWidth / 2;
     }
+    function restart() {
+      browser.clear();
+      start();
+      link();
+    }
+    function open(number) {
+      go(number);
+      link();
+    }
+    // To the next case that fits the filters.
+    function move(way) {
+      if (!kept.length) return;
+      const at = kept.indexOf(state.number);
+      open(kept[((at < 0 ? (way > 0 ? -1 : 0) : at) + way + kept.length) % kept.length]);
+    }
+    function filtered(numbers) {
+      kept = numbers;
+      thumbs.forEach(function (thumb, number) { thumb.hidden = !kept.includes(number); });
+      none.hidden = kept.length > 0;
+      body.hidden = !kept.length;
+      previous.disabled = next.disabled = kept.length < 2;
+      if (kept.length && !kept.includes(state.number)) go(kept[0]);
+      link();
+    }
+    function chosen() {
+      show();
+      link();
+    }
     function look(number) {
+      if (number >= current().views.length) return;
       state.view = number;
       state.cell = null;
       show();
@@ -221,6 +268,7 @@
     }
     function current() { return data.cases[state.number]; }
     function view() { return current().views[state.view]; }
+    function shownPictures() { return [view()].concat(view().more || []); }
     function steered() {
       return view().steered.find(function (one) { return one.step === state.step; }) || null;
     }
@@ -267,24 +315,34 @@
       showAnswers(made);
       showSlider(made);
       showSteering();
+      browser.show();
+      stay();
     }
+    // The picture stays beside the numbers while they are scrolled, if it fits below the page's list of sections.
+    function stay() {
+      const nav = document.querySelector("nav"), above = (nav ? nav.offsetHeight : 0) + 12;
+      stage.style.setProperty("--above", above + "px");
+      stage.classList.toggle("stays", stage.offsetHeight + above <= window.innerHeight);
+    }
+    window.addEventListener("resize", stay);
     function showCase() {
       const one = current();
       thumbs.forEach(function (button, number) { button.setAttribute("aria-pressed", String(number === state.number)); });
       heading.textContent = "Case " + (state.number + 1) + " of " + data.cases.length + ": " + one.about;
-      if (one.failed) heading.append(make("span", { class: "tag", text: "✗ failure", title: "The model answers one of its two pictures wrongly." }));
+      if (one.failed) heading.append(make("span", { class: "tag", text: "✗ failure", title: one.views.length > 1 ? "The model answers one of its two pictures wrongly." : "The model answers it wrongly." }));
       question.textContent = one.question;
       sides.forEach(function (button, number) { button.setAttribute("aria-pressed", String(number === state.view)); });
+      toggle.hidden = one.views.length < 2;
       evidence.setAttribute("aria-pressed", String(state.evidence));
-      evidence.hidden = !view().evidence.length;
+      evidence.hidden = !shownPictures().some(function (one) { return one.evidence.length; });
     }
     function showBoard(made) {
-      const here = view(), source = pictures[state.number][state.view];
+      const here = view(), source = pictures[state.number][state.view][0];
       picture.className = source.className;
       if (picture.getAttribute("src") !== source.getAttribute("src")) picture.src = source.src;
-      picture.alt = (state.view ? "Edited" : "Original") + " picture";
+      picture.alt = (current().views.length < 2 ? "The" : state.view ? "Edited" : "Original") + " picture";
       svg.setAttribute("viewBox", "0 0 " + WIDTH + " " + heightOf(here.size));
-      svg.setAttribute("aria-label", "Walk of the latents over the " + NAMES[state.view] + " picture");
+      svg.setAttribute("aria-label", "Walk of the latents over the " + (current().views.length < 2 ? "" : NAMES[state.view] + " ") + "picture");
       const marks = (state.view ? editMarks(here.changed, here.grid, here.size) : "")
         + (state.evidence ? boxMarks(here.evidence, here.size) : "")
         + (made.from <= made.count ? ghostMark(here.walk.cells.slice(Math.max(0, made.from - 2)), here.grid, here.size) : "")
@@ -294,20 +352,49 @@
         const since = made.from <= made.count ? made.from : 1;
         svg.style.setProperty("--since", since);
         svg.classList.add("moving");
-        svg.querySelectorAll(".stop").forEach(function (stop) {
-          stop.setAttribute("tabindex", "0");
-          stop.setAttribute("role", "img");
-          ["mouseenter", "focus"].forEach(function (event) {
-            stop.addEventListener(event, function () { readout.textContent = stop.getAttribute("aria-label"); });
-          });
-          ["mouseleave", "blur"].forEach(function (event) { stop.addEventListener(event, quiet); });
-        });
+        svg.querySelectorAll(".stop").forEach(telling);
         // Steps before the one that changed stay where they were.
         svg.querySelectorAll(".stop, .leg, .halo").forEach(function (mark) {
           if (Number(mark.style.getPropertyValue("--step")) < since) mark.style.animation = "none";
         });
       }
+      const boards = [{ heat: heat, size: here.size }].concat(showMore(made));
+      board.parentNode.classList.toggle("several", boards.length > 1);
+      browser.open(state.number, state.view, boards);
+      markChosen();
       quiet();
+    }
+    function telling(stop) {
+      stop.setAttribute("tabindex", "0");
+      stop.setAttribute("role", "img");
+      ["mouseenter", "focus"].forEach(function (event) {
+        stop.addEventListener(event, function () { readout.textContent = stop.getAttribute("aria-label"); });
+      });
+      ["mouseleave", "blur"].forEach(function (event) { stop.addEventListener(event, quiet); });
+    }
+    // The other pictures of a question that shows several.
+    function showMore(made) {
+      let start = view().grid[0] * view().grid[1];
+      const found = (view().more || []).map(function (one, place) {
+        const own = layer("heat"), walk = layer("walk"), source = pictures[state.number][state.view][place + 1];
+        walk.setAttribute("viewBox", "0 0 " + WIDTH + " " + heightOf(one.size));
+        walk.innerHTML = (state.evidence ? boxMarks(one.evidence, one.size) : "") + walkMarks(made.cells, made.cosine, made.kinds, one.grid, one.size, start);
+        walk.removeAttribute("aria-hidden");
+        walk.querySelectorAll(".stop").forEach(telling);
+        start += one.grid[0] * one.grid[1];
+        const image = make("img", { src: source.src, class: source.className || null, alt: "Picture " + (place + 2) });
+        return { heat: own, size: one.size, board: make("div", { class: "board" }, [image, own, walk]) };
+      });
+      more.replaceChildren.apply(more, found.map(function (one) { return one.board; }));
+      return found;
+    }
+    // The latent whose map is shown.
+    function markChosen() {
+      const query = browser.state.query;
+      stage.querySelectorAll(".stop").forEach(function (stop) {
+        const first = Number(stop.dataset.step), last = Number(stop.dataset.last || first);
+        stop.classList.toggle("chosen", browser.state.overlay !== "" && first <= query && query <= last);
+      });
     }
     function quiet() {
       readout.textContent = state.view && view().changed.length
@@ -330,7 +417,7 @@
       return ["wrong", "✗ ", words + ": ✗ wrong"];
     }
     function showAnswers(made) {
-      const one = current(), here = view(), elsewhere = one.views[1 - state.view].truth;
+      const one = current(), here = view(), elsewhere = one.views.length > 1 ? one.views[1 - state.view].truth : null;
       const replies = [made.reply].concat(here.replies.slice(1));
       const verdicts = replies.map(function (reply, number) { return verdict(made, number, reply); });
       options.replaceChildren.apply(options, one.choices.map(function (text, place) {
@@ -353,7 +440,8 @@
     }
     function showSlider(made) {
       const other = NAMES[1 - state.view], count = made.count;
-      sliderLabel.textContent = "Latents of the " + other + " picture from step t on";
+      slider.hidden = told.hidden = !view().swaps.length;
+      sliderLabel.textContent = view().swaps.length ? "Latents of the " + other + " picture from step t on" : "Latents, with their cosine";
       slider.max = String(count + 1);
       slider.value = String(state.from);
       slider.style.setProperty("--cut", (100 * (state.from - 1) / count) + "%");
@@ -365,7 +453,7 @@
       slots.classList.toggle("many", count > 12);
       slots.replaceChildren.apply(slots, made.cells.map(function (_, index) {
         const cosine = make("small", { text: fixed(made.cosine[index], 2) });
-        return make("li", { class: made.kinds[index] }, [count > 24 ? "" : (count > 12 ? "" : "z") + (index + 1), cosine]);
+        return make("li", { class: made.kinds[index] + (browser.state.query === index + 1 && browser.cards.childElementCount ? " chosen" : "") }, [count > 24 ? "" : (count > 12 ? "" : "z") + (index + 1), cosine]);
       }));
     }
     function showSteering() {
@@ -418,24 +506,73 @@
       const way = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
       if (!way) return;
       event.preventDefault();
-      go(state.number + way);
+      move(way);
       thumbs[state.number].focus({ preventScroll: true });
     });
-    document.addEventListener("keydown", function (event) {
-      const here = event.target === document.body || root.contains(event.target), box = root.getBoundingClientRect();
-      if (!here || event.ctrlKey || event.metaKey || event.altKey || !root.offsetHeight) return;
-      if (event.target === document.body && (box.bottom < 0 || box.top > window.innerHeight)) return;
+    function act(name) {
+      const latents = view().walk.cells.length;
       const actions = {
-        e: function () { look(1 - state.view); }, r: start,
-        n: function () { go(state.number + 1); }, p: function () { go(state.number - 1); },
+        e: function () { look(1 - state.view); link(); return true; }, r: function () { restart(); return true; },
+        n: function () { move(1); return true; }, p: function () { move(-1); return true; },
+        v: function () { state.evidence = !state.evidence; show(); return true; },
+        k: function () { return browser.key("latent", latents, 1); }, j: function () { return browser.key("latent", latents, -1); },
+        l: function () { return browser.key("layer", latents, 1); }, L: function () { return browser.key("layer", latents, -1); },
+        o: function () { return browser.key("overlay", latents); }, w: function () { return browser.key("walk", latents); },
+        f: function () { filters.focus(); return true; }, x: function () { filters.reset(); return true; },
+        "?": function () { keys.open = !keys.open; return true; },
+        0: function () { return browser.key("query", latents, "answer"); },
+        ArrowRight: function () { move(1); return true; }, ArrowLeft: function () { move(-1); return true; },
+        ArrowDown: function () { return browser.key("latent", latents, 1); }, ArrowUp: function () { return browser.key("latent", latents, -1); },
       };
-      const action = actions[event.key.toLowerCase()];
-      if (action) {
-        event.preventDefault();
-        action();
-      }
+      if (/^[1-9]$/.test(name)) return Number(name) <= latents && browser.key("query", latents, Number(name));
+      const action = actions[name] || actions[name.toLowerCase()];
+      return action ? action() : false;
+    }
+    document.addEventListener("keydown", function (event) {
+      const target = event.target, inside = root.contains(target), box = root.getBoundingClientRect();
+      if (!(target === document.body || inside) || event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey || !root.offsetHeight) return;
+      if (target === document.body && (box.bottom < 0 || box.top > window.innerHeight)) return;
+      // Fields and what scrolls keep their arrows, lists their letters too; up and down scroll the page outside of the card.
+      const arrow = event.key.startsWith("Arrow"), scrolls = inside && target.closest("input, .cells, .wide");
+      if ((inside && target.tagName === "SELECT") || (arrow && scrolls) || (!inside && /^Arrow(Up|Down)$/.test(event.key))) return;
+      if (act(event.key)) event.preventDefault();
     });
+
+    // -------------------------------------------------------------- links
+
+    // The address names what is shown, from the first choice on; #case=… opens it again.
+    function link() {
+      if (!linked) return;
+      const values = new URLSearchParams({ case: current().id });
+      if (document.querySelectorAll(".explorer").length > 1) values.set("in", id);
+      if (state.view) values.set("view", NAMES[state.view]);
+      Object.entries(Object.assign({}, browser.asLink(), filters.asLink())).forEach(function (pair) { if (pair[1]) values.set(pair[0], pair[1]); });
+      try {
+        history.replaceState(null, "", "#" + values);
+      } catch (error) {
+        // Some browsers forbid it for a page from the disk: it works without.
+      }
+    }
+    function follow() {
+      const values = new URLSearchParams(location.hash.slice(1)), where = values.get("in");
+      const number = data.cases.findIndex(function (one) { return one.id === values.get("case"); });
+      if (number < 0 || (where ? where !== id : root !== document.querySelector(".explorer"))) return false;
+      const panel = root.closest(".panel"), button = panel && document.querySelector('button[data-panel="' + panel.id + '"]');
+      if (button) button.click();
+      linked = false;
+      browser.fromLink(values);
+      filters.fromLink(values);
+      go(number);
+      look(values.get("view") === NAMES[1] ? 1 : 0);
+      linked = true;
+      root.scrollIntoView();
+      return true;
+    }
+    window.addEventListener("hashchange", follow);
     go(0);
+    filters.apply();
+    follow();
+    linked = true;
   }
 
   document.querySelectorAll(".explorer").forEach(explore);
