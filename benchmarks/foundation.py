@@ -13,7 +13,8 @@ import argparse
 import gc
 import importlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from PIL import Image
@@ -22,13 +23,14 @@ from transformers import AutoModelForImageTextToText
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.loading import add_markers
 from realvr.backbone.types import Prompt, Turn
-from realvr.families import FAMILIES
-from realvr.imaging.processing import ImageProcessor
+from realvr.families import FAMILIES, Family
+from realvr.imaging.processing import ImageProcessor, _fixed_grid
 from realvr.latent.group_rollout import decode, rollout
 from realvr.latent.recurrence import trajectory
 from realvr.latent.sampling import Sampling
 from realvr.latent.span import prefill, think
 from realvr.zoo.presets import PRESETS, preset_config
+from realvr.zoo.tiny import _token_ids
 from realvr.zoo.tiny_tokenizer import build_tokenizer
 
 
@@ -37,9 +39,8 @@ def random_backbone(preset: str, device: torch.device, dtype: torch.dtype, layer
     config = preset_config(preset)
     family = FAMILIES[PRESETS[preset].family]
     tokenizer = build_tokenizer(family.name)
-    tokens = {"image": family.image_token, "vision_start": "<|vision_start|>", "video": "<|video_pad|>"}
-    for name, token in tokens.items():
-        setattr(config, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
+    for name, token in _token_ids(family.name, tokenizer).items():
+        setattr(config, name, token)
     if layers is not None:
         config.text_config.num_hidden_layers = layers
         if getattr(config.text_config, "layer_types", None):
@@ -51,13 +52,25 @@ def random_backbone(preset: str, device: torch.device, dtype: torch.dtype, layer
             model = AutoModelForImageTextToText.from_config(config, dtype=dtype).eval()
     finally:
         torch.set_default_dtype(before)
-    module, name = family.image_processor.split(":")
-    stock = getattr(importlib.import_module(module), name)(patch_size=config.vision_config.patch_size, merge_size=2)
-    stock.size = {"shortest_edge": 56 * 56, "longest_edge": 10_000 * 1024}
     markers, _ = add_markers(model, tokenizer)
-    backbone = Backbone(model, tokenizer, family, ImageProcessor(family, stock, None), markers, 8)
+    backbone = Backbone(model, tokenizer, family, _processor(family, config), markers, 8)
     backbone.freeze_vision()
     return backbone
+
+
+def _processor(family: Family, config: Any) -> ImageProcessor:
+    """The family's own, with pictures of any size, or of the size that the vision tower takes."""
+    module, name = family.image_processor.split(":")
+    stock_class = getattr(importlib.import_module(module), name)
+    if family.variable_grid:
+        stock = stock_class(patch_size=config.vision_config.patch_size, merge_size=2)
+        stock.size = {"shortest_edge": 56 * 56, "longest_edge": 10_000 * 1024}
+        return ImageProcessor(family, stock, None)
+    side = config.vision_config.image_size
+    side = side if isinstance(side, int) else side[0]
+    stock = stock_class(size={"height": side, "width": side})
+    tokens, merge = _fixed_grid(config, stock)
+    return ImageProcessor(family, stock, tokens, merge=merge)
 
 
 def measure(name: str, run: Callable[[], object], device: torch.device, repeats: int) -> tuple[str, float, float]:
@@ -78,20 +91,30 @@ def measure(name: str, run: Callable[[], object], device: torch.device, repeats:
     return name, best, peak
 
 
+def generate_inputs(backbone: Backbone, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """What stock ``generate`` of a Qwen model takes for these prompts, left-padded, pixels on the device."""
+    device, batch = backbone.device, backbone.batch(prompts)
+    grids = [image.grid for image in batch.images]
+    return {
+        "input_ids": batch.ids_BT,
+        "attention_mask": batch.real_BT.long(),
+        "pixel_values": torch.cat([image.pixels for image in batch.images]).to(device),
+        "image_grid_thw": torch.tensor([[1, g.rows * g.merge, g.cols * g.merge] for g in grids], device=device),
+        "mm_token_type_ids": batch.image_BT.int(),
+    }
+
+
+def generate_options(group: int, answer: int) -> dict[str, Any]:
+    """Plain sampling of ``group`` completions of exactly ``answer`` tokens by stock ``generate``."""
+    exactly = {"max_new_tokens": answer, "min_new_tokens": answer}
+    return {"do_sample": True, "num_return_sequences": group, "top_k": 0, "temperature": 1.0, **exactly}
+
+
 @torch.no_grad()
 def compare_with_generate(backbone: Backbone, prompt: Prompt, args: argparse.Namespace) -> None:
     """The same job (vision, prefill, 8 x 32 sampled tokens, no latents) by stock ``generate`` and by ``rollout``."""
     device = backbone.device
-    batch = backbone.batch([prompt])
-    grid = prompt.images[0].grid
-    inputs = {
-        "input_ids": batch.ids_BT,
-        "attention_mask": batch.real_BT.long(),
-        "pixel_values": prompt.images[0].pixels.to(device),
-        "image_grid_thw": torch.tensor([[1, grid.rows * grid.merge, grid.cols * grid.merge]], device=device),
-        "mm_token_type_ids": batch.image_BT.int(),
-    }
-    options = {"do_sample": True, "num_return_sequences": 8, "max_new_tokens": 32, "min_new_tokens": 32}
+    inputs, options = generate_inputs(backbone, [prompt]), generate_options(8, 32)
     sampling = Sampling(temperature=1.0, max_new=32, stop=None)
     ours = measure(
         "rollout() 1 prompt x 8 x 32, K=0, all in",
@@ -102,7 +125,7 @@ def compare_with_generate(backbone: Backbone, prompt: Prompt, args: argparse.Nam
     backbone.model.set_attn_implementation("sdpa")
     stock = measure(
         "stock generate(), the same",
-        lambda: backbone.model.generate(**inputs, **options, top_k=0, temperature=1.0),
+        lambda: backbone.model.generate(**inputs, **options),
         device,
         args.repeats,
     )

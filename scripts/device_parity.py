@@ -13,6 +13,10 @@ Prints one table last; exits with 1 if anything is out of tolerance.
 Tolerances. The measure is ||a - b|| / ||b|| over all compared numbers; for attention rows and log-probabilities it is
 the largest absolute difference. float32: 1e-5 for states, 1e-4 for gradients and log-probabilities, 1e-6 for attention
 rows. bfloat16: three times the yardstick, or the floor in ``CHECKS`` where the yardstick is smaller.
+
+Fast paths (`parity_paths.py`) are held against the plain path, gradients included: decoding in static shapes and as
+CUDA graphs, rollouts of several prompts, deferred weight gradients, thin adapters, attention inside packed examples.
+Texts must be the same in float32. Notices say where a path does not apply.
 """
 
 from __future__ import annotations
@@ -28,10 +32,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "src"), *(str(ROOT / name) for name in ("tests", "scripts", "benchmarks"))]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
+import parity_paths  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -61,6 +66,7 @@ CHECKS: dict[str, tuple[str, float, float | None]] = {
     "gradients, cached": ("relative", 1e-4, None),
     "gradients, checkpointed-prefill": ("relative", 1e-4, None),
     "gradients, checkpointed": ("relative", 1e-4, None),
+    **parity_paths.CHECKS,
 }
 
 
@@ -290,38 +296,58 @@ def prepare(family: str, root: Path) -> Path:
     return backbone.save(root / f"{family}-marked")
 
 
-def check_family(family: str, root: Path, device: str, dtypes: list[torch.dtype]) -> list[Line]:
+def check_family(family: str, root: Path, device: str, dtypes: list[torch.dtype], paths: str) -> list[Line]:
     path = prepare(family, root)
     lines = []
     for dtype in dtypes:
+        name = str(dtype).removeprefix("torch.")
+        if paths != "plain":
+
+            def load(dtype: torch.dtype, device: str) -> Backbone:
+                return Backbone.load(path, dtype=dtype, device=device)
+
+            buffers = {"columns": 64, "tokens": 8}  # narrow, so that prompts and completions cross their sizes
+            lines += fast_lines(family, name, parity_paths.Paths(load, dtype, device, questions, buffers=buffers))
+        if paths == "fast":
+            continue
         ours = Backbone.load(path, dtype=dtype, device=device)
         truth = Stock(ours, path, FLOAT32, "cpu")
         yard = Stock(ours, path, dtype, device) if dtype != FLOAT32 else None
         found = dict(forward_checks(ours, truth, yard))
         if dtype == FLOAT32:
             found |= gradient_checks(ours, truth)
-        for check, (mine, right, stock) in found.items():
-            measure, tolerance, floor = CHECKS[check]
-            gaps = distance(mine, right)
-            yardstick = None
-            if stock is not None:
-                yardstick = distance(stock, right)[measure == "relative"]
-                tolerance = max(3 * yardstick, floor or 0.0)
-            value = gaps[measure == "relative"]
-            name = str(dtype).removeprefix("torch.")
-            lines.append(Line(family, name, check, *gaps, yardstick, tolerance, value <= tolerance))
+        lines += [judged(family, name, check, *three) for check, three in found.items()]
     return lines
 
 
+def fast_lines(family: str, dtype: str, paths: parity_paths.Paths) -> list[Line]:
+    lines = [judged(family, dtype, check, *three) for check, three in paths.checks().items()]
+    for note in paths.notes:
+        print(f"{family}, {dtype}: {note}", flush=True)
+    return lines
+
+
+def judged(family: str, dtype: str, check: str, mine: Tensor, right: Tensor, stock: Tensor | None) -> Line:
+    """One line: the distance from what is right, and whether it is allowed."""
+    measure, tolerance, floor = CHECKS[check]
+    gaps = distance(mine, right)
+    yardstick = None
+    if dtype != "float32":
+        yardstick = None if stock is None else distance(stock, right)[measure == "relative"]
+        tolerance = max(3 * (yardstick or 0.0), floor or 0.0)
+    value = gaps[measure == "relative"]
+    return Line(family, dtype, check, *gaps, yardstick, tolerance, value <= tolerance)
+
+
 def table(lines: list[Line]) -> str:
-    head = f"{'family':13} {'dtype':9} {'check':32} {'max abs':>9} {'relative':>9} {'stock':>9} {'allowed':>9}"
+    head = f"{'family':16} {'dtype':9} {'check':40} {'max abs':>9} {'relative':>9} {'stock':>9} {'allowed':>9}"
     rows = [head, "-" * (len(head) + 6)]
     for line in lines:
         measure = CHECKS[line.check][0]
         marks = ("*", " ") if measure == "absolute" else (" ", "*")
         stock = "" if line.yardstick is None else f"{line.yardstick:.1e}"
         rows.append(
-            f"{line.family:13} {line.dtype:9} {line.check:32}"
+            f"{line.family:16} {line.dtype:9} {line.check:40}"
             f" {line.absolute:8.1e}{marks[0]} {line.relative:8.1e}{marks[1]} {stock:>8}"
             f" {line.tolerance:9.1e}  {'PASS' if line.ok else 'FAIL'}"
         )
@@ -333,6 +359,9 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument("--paths", default="all", choices=["all", "plain", "fast"], help="fast paths, plain ones, both")
+    parser.add_argument("--wide", nargs="+", default=[], help="presets whose widths the fast paths are tried with too")
+    parser.add_argument("--layers", type=int, default=2, help="of these")
     options = parser.parse_args()
     torch.set_num_threads(1)  # the models are tiny: threads only get into each other's way
     torch.set_float32_matmul_precision("highest")  # no TF32
@@ -345,8 +374,14 @@ def main() -> int:
         for family in options.families:
             began = time.perf_counter()
             dtypes = [getattr(torch, name) for name in options.dtypes]
-            lines += check_family(family, Path(scratch), options.device, dtypes)
+            lines += check_family(family, Path(scratch), options.device, dtypes, options.paths)
             print(f"{family}: {time.perf_counter() - began:.1f} s", flush=True)
+        for preset in options.wide:
+            began = time.perf_counter()
+            for name in options.dtypes:
+                paths = parity_paths.wide(preset, options.layers, getattr(torch, name), options.device)
+                lines += fast_lines(preset, name, paths)
+            print(f"{preset}: {time.perf_counter() - began:.1f} s", flush=True)
     where = torch.cuda.get_device_name() if options.device.startswith("cuda") else options.device
     print(f"\ntorch {torch.__version__}, transformers {transformers.__version__}, on {where}")
     print(table(lines))

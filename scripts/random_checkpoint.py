@@ -25,10 +25,13 @@ def main() -> None:
     parser.add_argument("--preset", default="Qwen2.5-VL-7B")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--layers", type=int, help="fewer decoder layers than the preset, for a quick look")
+    parser.add_argument("--latents", type=int, help="K, as if Stage 1 had trained it, so that Stage 2 takes it")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     backbone = random_backbone(options.preset, torch.device(options.device), torch.bfloat16, options.layers)
+    if options.latents is not None:
+        backbone.latents, backbone.markers_added = options.latents, False
     print(backbone.save(options.directory))
 
 

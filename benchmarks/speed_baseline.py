@@ -1,0 +1,146 @@
+"""The other side of the ratios: stock transformers on the same weights and inputs.
+
+``reference/naive_stage2.py`` is the plain reading of the paper, under gradient checkpointing. *paper*: visual tokens
+computed once, the prompt again for every completion and every latent step. *release*: the trajectory again for every
+completion, and the vision tower in every pass; measured for one completion and multiplied by G. What the benchmark runs
+is the arithmetic and schedule of commit f48efcc: later options of the file are left at their defaults, which
+`tests/test_speed.py` holds against that commit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from foundation import generate_inputs, generate_options
+from speed_kit import ROOT, Bench
+from speed_options import stock_layers
+
+sys.path.append(str(ROOT / "reference"))
+
+import naive_stage2 as naive
+from realvr.backbone.backbone import Backbone
+from realvr.backbone.types import Prompt
+from realvr.training.rl_batch import RlBatch
+
+BASELINE = "reference/naive_stage2.py at f48efcc, gradient-checkpointed, stock attention"
+
+
+@contextmanager
+def stock(backbone: Backbone, checkpointed: bool = False) -> Iterator[Any]:
+    """The model as transformers has it: stock attention and, on request, its own gradient checkpointing."""
+    model, decoder = backbone.model, backbone.decoder
+    layers: list[Any] = list(decoder.layers)
+    training = [layer.training for layer in layers]
+    model.set_attn_implementation("sdpa")
+    if checkpointed:
+        decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for layer in layers:
+            layer.training = True  # transformers checkpoints layers in training only; there is no dropout
+    try:
+        with stock_layers(backbone):
+            yield model
+    finally:
+        if checkpointed:
+            decoder.gradient_checkpointing_disable()
+            decoder.disable_input_require_grads()  # a hook that enabling has hung on the embedding
+            for layer, mode in zip(layers, training, strict=True):
+                layer.training = mode
+        backbone.use_realvr_attention()
+
+
+def examples(backbone: Backbone, b: RlBatch, *, tower: bool, completions: int | None = None) -> list[naive.Example]:
+    """The microbatch as the reference takes it; ``tower``: pixels instead of visual tokens."""
+    found, start = [], 0
+    for row in range(len(b.batch)):
+        ids = b.batch.ids_BT[row][b.batch.real_BT[row]]
+        image = b.batch.images[row]
+        part = slice(start, start + image.tokens)
+        start += image.tokens
+        grid = image.grid
+        texts = [ids_S[real] for ids_S, real in zip(b.ids_BGS[row], b.real_BGS[row], strict=True)][:completions]
+        old = [logp[real] for logp, real in zip(b.old_logp_BGS[row], b.real_BGS[row], strict=True)][:completions]
+        there = [True, *b.wrong_BY[row].tolist()]
+        answered = [y for y in range(b.answers_BYS.shape[1]) if there[y]]
+        real = b.answers_real_BYS[row]
+        example = naive.Example(
+            prompt=ids,
+            completions=texts,
+            latents=b.latents_BKD[row],
+            advantages=b.advantages_BG[row].tolist()[:completions],
+            old_logp=old,
+            answers=[b.answers_BYS[row, y][real[y]] for y in answered],
+            content=[b.content_BYS[row, y][real[y]] for y in answered],
+            positive=b.positive_BD[row],
+            negatives=list(b.negatives_BMD[row][b.valid_BM[row]]),
+            pixels=image.pixels.to(backbone.device, backbone.dtype),
+            grid_thw=torch.tensor([[1, grid.rows * grid.merge, grid.cols * grid.merge]]) if backbone.mrope else None,
+        )
+        if not tower:
+            deepstack = tuple(layer[part] for layer in b.visual.deepstack)
+            example = replace(example, features=(b.visual.features_ND[part], deepstack))
+        found.append(example)
+    return found
+
+
+def reading(backbone: Backbone) -> naive.Naive:
+    """The reference over this model's weights."""
+    markers = naive.Markers(backbone.markers.start, backbone.markers.slot, backbone.markers.end)
+    return naive.Naive(backbone.model, markers, naive.Options(), backbone.forbidden_ids().tolist())
+
+
+def naive_pass(backbone: Backbone, given: list[naive.Example]) -> naive.Outcome:
+    """Loss and gradients of these prompts by the reference, within `stock`; the gradients are dropped."""
+    outcome = reading(backbone).run(given, backward=True)
+    for parameter in backbone.model.parameters():
+        parameter.grad = None
+    return outcome
+
+
+def naive_readout(backbone: Backbone, example: naive.Example) -> None:
+    """One readout of one answer, without gradient, within `stock`."""
+    with torch.no_grad():
+        reading(backbone)._readout(example, list(example.latents), example.answers[0], example.content[0])
+
+
+def naive_seconds(bench: Bench, kind: str) -> tuple[float, dict[str, Any]]:
+    """Seconds of one prompt in the train part by the baseline *paper* or *release*, and what they are made of."""
+    backbone, batch = bench.backbone(), bench.rl_batch(1)
+    release = kind == "release"
+    given = examples(backbone, batch, tower=release, completions=1 if release else None)
+    label = f"naive {kind}, 1 prompt" + (", 1 completion" if release else "")
+    name = f"naive_{kind}_matmul_fraction"
+    with stock(backbone, checkpointed=True):
+        timing = bench.time(label, lambda: naive_pass(backbone, given), stock=True)
+        answer = bench.time(f"naive {kind}, 1 readout", lambda: naive_readout(backbone, given[0]), stock=True)
+        if name not in bench.results:
+            done = bench.flops(label, lambda: naive_pass(backbone, given))
+            fraction = done / timing.seconds / bench.tflops / 1e12
+            bench.results.put(name, fraction, flops=done, counted="recomputed layers included")
+    times = bench.sizes.group if release else 1
+    passes = len(given[0].completions) + bench.sizes.latents + len(given[0].answers)
+    return timing.seconds * times, {
+        "baseline": BASELINE,
+        "kind": kind,
+        "seconds_measured": round(timing.seconds, 5),
+        "multiplied_by": times,
+        "readout_seconds": round(answer.seconds * times, 5),
+        "peak_gib": timing.peak_gib,
+        "matmul_fraction": bench.results.value(name),
+        "passes": passes * times,
+    }
+
+
+def generate(backbone: Backbone, prompts: list[Prompt], group: int, answer: int) -> Callable[[], object]:
+    """Stock ``generate`` of these prompts, tower and all, to be run within `stock`."""
+    inputs, options = generate_inputs(backbone, prompts), generate_options(group, answer)
+
+    @torch.no_grad()
+    def run() -> object:
+        return backbone.model.generate(**inputs, **options)
+
+    return run

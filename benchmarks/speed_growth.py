@@ -1,0 +1,160 @@
+"""How time and memory grow, for `speed.py --growth`: rollout and train part against visual tokens, K, G and prompts.
+
+Each series changes one size and leaves the others. The exponent is the slope of a least-squares line through the
+logarithms, with the root mean square of what it leaves; ``last`` is the slope between the two largest sizes, where
+fixed costs matter least. Attention's own term is quadratic in the visual tokens; nothing should grow faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from speed_kit import Bench, OutOfTime, Sizes
+from speed_sections import cut, sampling, train_pass
+
+from realvr.latent.group_rollout import rollout
+from realvr.runs.files import read_json
+
+GRIDS = ((8, 16), (16, 16), (16, 32), (32, 40), (40, 64), (64, 80))
+SERIES: dict[str, tuple[int, ...]] = {
+    "visual": tuple(rows * cols for rows, cols in GRIDS),  # 128 … 5,120
+    "latents": (0, 4, 8, 12, 16, 20),
+    "group": (1, 2, 4, 8, 16),
+    "prompts": (1, 2, 4, 8),
+}
+SMALL_SERIES: dict[str, tuple[int, ...]] = {"visual": (4, 12), "latents": (0, 1, 2), "group": (1, 2), "prompts": (1, 2)}
+SMALL_GRIDS = ((2, 2), (3, 4))
+WORK = ("rollout", "LVR-RL", "ReaLVR")
+
+
+def fit(sizes: Sequence[float], values: Sequence[float]) -> dict[str, float] | None:
+    """Exponent of a power law through points with positive sizes; None with fewer than two."""
+    points = [(math.log(x), math.log(y)) for x, y in zip(sizes, values, strict=True) if x > 0 and y > 0]
+    if len(points) < 2:
+        return None
+    middle = [sum(axis) / len(points) for axis in zip(*points, strict=True)]
+    spread = sum((x - middle[0]) ** 2 for x, _ in points)
+    slope = sum((x - middle[0]) * (y - middle[1]) for x, y in points) / spread
+    off = [y - middle[1] - slope * (x - middle[0]) for x, y in points]
+    (x0, y0), (x1, y1) = points[-2:]
+    residual = math.sqrt(sum(error * error for error in off) / len(off))
+    found = {"exponent": slope, "residual": residual, "last": (y1 - y0) / (x1 - x0)}
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def resized(sizes: Sizes, series: str, value: int, grids: Sequence[tuple[int, int]]) -> Sizes:
+    """The workload with one size changed."""
+    if series == "visual":
+        return replace(sizes, grid=next(grid for grid in grids if grid[0] * grid[1] == value))
+    return replace(sizes, **{series: value})
+
+
+def point(bench: Bench, sizes: Sizes, prompts: int, memory: str) -> dict[str, dict[str, Any]]:
+    """Rollout and train part of one size."""
+    whole, bench.sizes = bench.sizes, sizes
+    try:
+        backbone, fast, found = bench.backbone(), bench.switched().fast, {}
+        asked = bench.prompts(prompts)
+
+        def sample() -> object:
+            return rollout(
+                backbone, asked, group=sizes.group, sampling=sampling(bench), latents=sizes.latents, fast=fast
+            )
+
+        batches = cut(bench, prompts, prompts)
+        work = {"rollout": sample}
+        for name, evidence in (("LVR-RL", False), ("ReaLVR", True)):
+            if sizes.latents or not evidence:
+                work[name] = train_pass(bench, batches, memory, evidence)
+        for name, run in work.items():
+            try:
+                timing = bench.time("", run, keep=False)
+                found[name] = {"seconds": round(timing.seconds, 5), "peak_gib": timing.peak_gib}
+            except torch.OutOfMemoryError:
+                found[name] = {"seconds": None, "peak_gib": None, "error": "does not fit"}
+                bench.clear()
+        return found
+    finally:
+        bench.sizes = whole
+
+
+def measure(bench: Bench, memory: str = "checkpointed-prefill") -> None:
+    """All series, into the file of results."""
+    small = bench.sizes.visual < GRIDS[0][0] * GRIDS[0][1]
+    grids, all_series = (SMALL_GRIDS, SMALL_SERIES) if small else (GRIDS, SERIES)
+    for series, values in all_series.items():
+        if series in bench.results:
+            continue
+        points: list[dict[str, Any]] = []
+        try:
+            for value in values:
+                sizes = resized(bench.sizes, series, value, grids)
+                prompts = value if series == "prompts" else 1
+                points.append({series: value, **point(bench, sizes, prompts, memory)})
+                said = ", ".join(f"{name} {points[-1][name]['seconds']} s" for name in WORK if name in points[-1])
+                print(f"{series} {value}: {said}", flush=True)
+                bench.clear()
+        except OutOfTime:
+            print(f"{series}: cut off after {len(points)} of {len(values)} sizes", flush=True)
+        if len(points) == len(values):
+            others = {"memory": memory, "prompts": 1 if series != "prompts" else None}
+            bench.results.put(series, exponents(series, points), points=points, **others)
+    for series in (name for name in bench.results.names() if name in all_series):
+        for name, fitted in bench.results.content[series]["value"].items():
+            print(f"{series:<10} {name:<24} {fitted}", flush=True)
+
+
+def exponents(series: str, points: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Fits of time and memory for each kind of work; memory above what the smallest size takes is in the points."""
+    found: dict[str, Any] = {}
+    for name in WORK:
+        for quantity in ("seconds", "peak_gib"):
+            known = [(p[series], p[name][quantity]) for p in points if name in p and p[name].get(quantity)]
+            if known and (fitted := fit(*zip(*known, strict=True))) is not None:
+                found[f"{name}, {quantity}"] = fitted
+    return found
+
+
+def draw(path: Path, out: Path) -> None:
+    """The series of a file as one figure."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    content = read_json(path)
+    shown = [name for name in SERIES if name in content]
+    figure, axes = pyplot.subplots(1, len(shown), figsize=(3.2 * len(shown), 3), squeeze=False)
+    for axis, series in zip(axes[0], shown, strict=True):
+        points = content[series]["inputs"]["points"]
+        for name in WORK:
+            line = [(p[series], p[name]["seconds"]) for p in points if name in p and p[name]["seconds"]]
+            if line:
+                axis.plot(*zip(*line, strict=True), marker="o", label=name)
+        axis.set(xlabel=series, ylabel="seconds" if series == shown[0] else "", ylim=(0, None))
+    axes[0][0].legend(frameon=False)
+    figure.tight_layout()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out)
+
+
+def demo_shares(folder: Path) -> str:
+    """Seconds of a step in each Stage-2 run below a folder, and the share of the rollout, from ``metrics.jsonl``."""
+    import json
+
+    lines = [f"{'run':<32} {'steps':>6} {'s a step':>9} {'rollout and rewards':>20} {'passes and update':>18}"]
+    for path in sorted(folder.rglob("metrics.jsonl")):
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        rows = [row for row in rows if row.get("seconds") and "reward" in row][1:]  # the first step is not warm
+        if not rows:
+            continue
+        seconds = sum(row["seconds"] for row in rows)
+        share = sum(row["prepare_s"] for row in rows) / seconds
+        name = str(path.parent.relative_to(folder))
+        lines.append(f"{name:<32} {len(rows):>6} {seconds / len(rows):>9.3f} {share:>20.1%} {1 - share:>18.1%}")
+    return "\n".join(lines)

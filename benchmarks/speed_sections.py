@@ -1,0 +1,254 @@
+"""The sections of `speed.py`: each measures some names of the table. Stage 2 as a whole step is in `speed_steps.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from memory import sft_batch
+from speed_baseline import BASELINE, examples, generate, naive_pass, naive_seconds, stock
+from speed_kit import Bench, Timing, flops, step_bytes
+
+from realvr.backbone.types import Prompt
+from realvr.latent.group_rollout import Rollout, decode, rollout
+from realvr.latent.sampling import Sampling
+from realvr.latent.span import prefill, score, splice, think
+from realvr.latent.state import State
+from realvr.maths import grpo
+from realvr.training.method import Step
+from realvr.training.methods.lvr_sft import LvrSft, LvrSftConfig
+from realvr.training.methods.realvr import ReaLVR, ReaLVRConfig
+from realvr.training.rl_batch import RlBatch
+
+MODES = ("checkpointed-prefill", "cached", "checkpointed")
+
+
+def sampling(bench: Bench) -> Sampling:
+    """Completions of one length."""
+    return Sampling(temperature=1.0, max_new=bench.sizes.answer, stop=None)
+
+
+@torch.no_grad()
+def short_passes(bench: Bench) -> None:
+    """Decode and latent steps of one prompt, as a share of the bandwidth."""
+    backbone, sizes, results, fast = bench.backbone(), bench.sizes, bench.results, bench.switched().fast
+    batch = backbone.batch(bench.prompts(1))
+    visual = backbone.encode_images(batch.images)
+    timing = bench.time("prefill, 1 prompt", lambda: prefill(backbone, batch, visual))
+    done = flops(lambda: prefill(backbone, batch, visual))
+    fraction = done / timing.seconds / bench.tflops / 1e12
+    results.put("prefill_matmul_fraction", fraction, tokens=batch.ids_BT.shape[1], seconds=timing.seconds)
+    state, _ = prefill(backbone, batch, visual)
+    span = partial(think, backbone) if fast is None else fast.think
+    timing = bench.time(f"{sizes.latents} latents, 1 prompt", lambda: span(state, sizes.latents))
+    passes, columns = sizes.latents + 1 + (fast is not None), batch.ids_BT.shape[1]
+    _bandwidth(bench, "latent_bandwidth_fraction", timing, passes, step_bytes(backbone, 1, columns, head=False), rows=1)
+    after, _ = think(backbone, state, sizes.latents)
+    run = partial(decode, backbone, after, sizes.group, sampling(bench), fast=fast)
+    timing = bench.time(f"decode {sizes.group} x {sizes.answer}, 1 prompt", run)
+    needed = step_bytes(backbone, sizes.group, after.length + sizes.group * sizes.answer // 2, head=True)
+    counts = {} if fast is None else {"counts": dict(fast.counts)}
+    _bandwidth(bench, "decode_bandwidth_fraction", timing, sizes.answer - 1, needed, rows=sizes.group, **counts)
+    _logp_gap(bench, state)
+
+
+def _logp_gap(bench: Bench, state: State) -> None:
+    """How far log-probabilities of a rollout are from those that the plain path gives the same text. Rounding alone
+    makes a gap: what matters is that options do not change its size."""
+    backbone, sizes, fast = bench.backbone(), bench.sizes, bench.switched().fast
+    after, z_BKD = (partial(think, backbone) if fast is None else fast.think)(state, sizes.latents)
+    made = Rollout(decode(backbone, after, sizes.group, sampling(bench), seed=5, fast=fast), z_BKD, 1.0)
+    ids, real, recorded = made.tensors(bench.device)
+    replayed, _ = splice(backbone, state, z_BKD)
+    right = score(backbone, replayed, ids, real, temperature=1.0, forbidden=backbone.forbidden_ids())[0]
+    gap = (recorded - right)[real].abs()
+    bench.results.put("decode_logp_gap", float(gap.mean()), largest=float(gap.max()), tokens=int(real.sum()))
+
+
+def _bandwidth(bench: Bench, name: str, timing: Timing, passes: int, needed: int, rows: int, **more: object) -> None:
+    step, floor = timing.seconds / passes, needed / bench.bandwidth
+    facts = {"step_ms": round(step * 1e3, 3), "floor_ms": round(floor * 1e3, 3), "bytes": needed, "passes": passes}
+    bench.results.put(name, floor / step, **facts, rows=rows, peak_gib=timing.peak_gib, **more)
+
+
+@torch.no_grad()
+def vision(bench: Bench) -> None:
+    """The vision tower on one picture, pixels in main memory, against the stock call."""
+    backbone = bench.backbone()
+    (prompt,) = bench.prompts(1)
+    image = prompt.images[0]
+    grid = torch.tensor([[1, image.grid.rows * image.grid.merge, image.grid.cols * image.grid.merge]])
+    extra = {"image_grid_thw": grid.to(bench.device)} if backbone.mrope else {}
+
+    def plain() -> object:
+        return backbone.core.get_image_features(image.pixels.to(bench.device, backbone.dtype), **extra)
+
+    with stock(backbone):
+        theirs = bench.time("vision, stock, 1 picture", plain, stock=True)
+        done = flops(plain)
+    bench.switched()
+    ours = bench.time("vision, 1 picture", lambda: backbone.encode_images(prompt.images))
+    fraction = done / ours.seconds / bench.tflops / 1e12
+    facts = {"seconds": ours.seconds, "stock_seconds": theirs.seconds, "matmul_fraction": round(fraction, 4)}
+    bench.results.put("vision_ratio", theirs.seconds / ours.seconds, **facts, visual=image.tokens)
+
+
+def against_generate(bench: Bench) -> None:
+    """The same job by stock ``generate``: tower, prefill, G sampled completions, no latents."""
+    sizes, backbone = bench.sizes, bench.backbone()
+    prompts = bench.prompts(sizes.prompts)
+    if not backbone.mrope:
+        print("  stock generate is set up for Qwen models only: left out", flush=True)
+        return
+    single, ours = generate_seconds(bench, prompts[:1]), rollout_timing(bench, prompts[:1])
+    facts = {"latents": 0, "answer": sizes.answer, "group": sizes.group}
+    _ratio(bench, "decode_vs_generate", ours, single, prompts=1, **facts)
+    ours, several = rollout_timing(bench, prompts), generate_seconds(bench, prompts)
+    each = Timing([value * sizes.prompts for value in single.each], single.peak_gib)
+    better = min((several, each), key=lambda timing: timing.seconds)
+    beside = {"one_call_seconds": several.seconds, "one_by_one_seconds": each.seconds, "taken": "the faster of both"}
+    _ratio(bench, f"decode_vs_generate_{sizes.prompts}", ours, better, prompts=sizes.prompts, **facts, **beside)
+
+
+def generate_seconds(bench: Bench, prompts: list[Prompt]) -> Timing:
+    """Stock ``generate`` of these prompts in one call."""
+    backbone, sizes = bench.backbone(), bench.sizes
+    with stock(backbone):
+        run = generate(backbone, prompts, sizes.group, sizes.answer)
+        return bench.time(f"generate, {len(prompts)} x {sizes.group} x {sizes.answer}", run, stock=True)
+
+
+def rollout_timing(bench: Bench, prompts: list[Prompt]) -> Timing:
+    """Our rollout of the same, without latents."""
+    backbone, sizes, fast = bench.backbone(), bench.sizes, bench.switched().fast
+
+    def run() -> object:
+        return rollout(backbone, prompts, group=sizes.group, sampling=sampling(bench), latents=0, fast=fast)
+
+    return bench.time(f"rollout, {len(prompts)} x {sizes.group} x {sizes.answer}, K = 0", run)
+
+
+def _ratio(bench: Bench, name: str, ours: Timing, theirs: Timing, **facts: Any) -> None:
+    peaks = {"peak_gib": ours.peak_gib, "baseline_peak_gib": theirs.peak_gib}
+    seconds = {"seconds": ours.seconds, "baseline_seconds": theirs.seconds}
+    bench.results.put(name, theirs.seconds / ours.seconds, **seconds, **peaks, **facts)
+
+
+# ---------------------------------------------------------------------- the train part
+
+
+def train_pass(
+    bench: Bench, batches: list[RlBatch], memory: str, evidence: bool, rank: int = 0
+) -> Callable[[], torch.Tensor]:
+    """Forward and backward over microbatches of one step; the gradients are dropped."""
+    backbone, backward = bench.backbone(rank), bench.switched(rank).backward
+    weight = 0.2 if evidence else 0.0
+    config = ReaLVRConfig(type="realvr", memory=memory, lambda_ev=weight, **bench.options.passes())
+    module = Step(ReaLVR(backbone, config))
+
+    def run() -> torch.Tensor:
+        total = torch.zeros((), device=bench.device)
+        for batch in batches:
+            loss, _ = module(batch)
+            backward(loss)
+            total += loss.detach()
+        for parameter in module.parameters():
+            parameter.grad = None
+        return total
+
+    return run
+
+
+def cut(bench: Bench, prompts: int, size: int, rank: int = 0) -> list[RlBatch]:
+    """``prompts`` prompts in microbatches of ``size``, with the denominators of the whole step."""
+    batches = [bench.rl_batch(size, rank) for _ in range(prompts // size)]
+    whole = sum(float(grpo.normalizer(batch.real_BGS, "grpo", bench.sizes.answer)) for batch in batches)
+    for batch in batches:
+        batch.policy_denominator = torch.tensor(whole, device=bench.device)
+        batch.prompts_total = float(prompts)
+    return batches
+
+
+def best_mode(bench: Bench, prompts: int, rank: int = 0) -> tuple[str, int]:
+    """Memory mode and microbatch of the fastest pass that fits; each is tried twice, and the second time counts."""
+    sizes = dict.fromkeys((prompts, max(1, prompts // 2), max(1, prompts // 4)))
+    found: dict[tuple[str, int], Timing] = {}
+    for memory in MODES:
+        for size in sizes if memory == "cached" else [prompts]:
+            try:
+                run = train_pass(bench, cut(bench, prompts, size, rank), memory, True, rank)
+                found[memory, size] = bench.time("", run, repeats=1, keep=False)
+            except torch.OutOfMemoryError:
+                print(f"  {memory}, microbatches of {size}: does not fit", flush=True)
+            bench.clear()
+    for (memory, size), timing in found.items():
+        bench.keep(f"try: {memory}, {prompts} prompts in microbatches of {size}, rank {rank} [{bench.name}]", timing)
+    return min(found, key=lambda mode: found[mode].seconds)
+
+
+def train_part(bench: Bench) -> None:
+    """Forward and backward of one step, per prompt, against the plain reading of the paper; the cost of evidence."""
+    sizes, backbone = bench.sizes, bench.backbone()
+    memory, size = best_mode(bench, sizes.prompts)
+    ours = evidence_overhead(bench, f"evidence_overhead_{sizes.prompts}", sizes.prompts, memory, size)
+    evidence_overhead(bench, "evidence_overhead_1_full", 1, "cached", 1)
+    bench.clear()
+    for kind in ("paper", "release"):
+        seconds, facts = naive_seconds(bench, kind)
+        each = ours.seconds / sizes.prompts
+        mode = {"memory": memory, "microbatch": size, "prompts": sizes.prompts, "our_peak_gib": ours.peak_gib}
+        bench.results.put(f"train_part_ratio_{kind}", seconds / each, seconds_per_prompt=each, **mode, **facts)
+        bench.clear()
+    (batch,) = cut(bench, 1, 1)
+    with stock(backbone, checkpointed=True):
+        theirs = float(naive_pass(backbone, examples(backbone, batch, tower=False)).loss)
+    mine = float(train_pass(bench, [batch], "cached", True)())
+    bench.results.put("loss_gap", abs(mine - theirs) / abs(theirs), ours=mine, baseline=theirs, of=BASELINE)
+
+
+def evidence_overhead(bench: Bench, name: str, prompts: int, memory: str, size: int, rank: int = 0) -> Timing:
+    """What the evidence loss costs on top of LVR-RL: (ReaLVR - LVR-RL) / LVR-RL. Returns the time of ReaLVR."""
+    batches = cut(bench, prompts, size, rank)
+    place = f"{prompts} prompts, {memory}, microbatches of {size}" + (f", LoRA {rank}" if rank else "")
+    plain = bench.time(f"train part, LVR-RL, {place}", train_pass(bench, batches, memory, False, rank))
+    full = bench.time(f"train part, ReaLVR, {place}", train_pass(bench, batches, memory, True, rank))
+    facts = {"memory": memory, "microbatch": size, "rank": rank, "peak_gib": full.peak_gib}
+    seconds = {"lvr_rl_seconds": plain.seconds, "realvr_seconds": full.seconds}
+    bench.results.put(name, full.seconds / plain.seconds - 1, **seconds, **facts)
+    return full
+
+
+def lora_evidence(bench: Bench) -> None:
+    """The same with adapters, one prompt."""
+    evidence_overhead(bench, "evidence_overhead_1_lora", 1, "cached", 1, bench.sizes.rank)
+
+
+# ---------------------------------------------------------------------- Stage 1
+
+
+def stage1(bench: Bench) -> None:
+    """One packed row, checkpointed, as a share of the matrix products; recomputed layers do not count as work."""
+    backbone, sizes = bench.backbone(), bench.sizes
+    text = max(1, (sizes.row - sizes.visual - 100) // sizes.group)
+    variable = bench.options.packed == "variable"
+    batch = sft_batch(backbone, sizes.case(rows=1, stage="sft", answer=text), variable)
+    batch.tokens_total = float(len(batch.labels_M))
+    module = Step(LvrSft(backbone, LvrSftConfig(gradient_checkpointing=True)))
+    backward = bench.switched().backward
+
+    def run() -> None:
+        loss, _ = module(batch)
+        backward(loss)
+        for parameter in module.parameters():
+            parameter.grad = None
+
+    timing = bench.time(f"Stage 1, one row of {batch.ids_RT.shape[1]} tokens", run)
+    with torch.no_grad():
+        forward = flops(lambda: module(batch))
+        tower = flops(lambda: backbone.encode_images(batch.images))
+    needed = 3 * (forward - tower) + tower
+    facts = {"tokens": batch.ids_RT.shape[1], "labelled": len(batch.labels_M), "flops": needed}
+    fraction = needed / timing.seconds / bench.tflops / 1e12
+    bench.results.put("stage1_matmul_fraction", fraction, seconds=timing.seconds, peak_gib=timing.peak_gib, **facts)

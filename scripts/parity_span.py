@@ -1,0 +1,117 @@
+"""The recorded span with gradient against the plain one, for `device_parity.py`: steps of ReaLVR.
+
+On a GPU as CUDA graphs; elsewhere with the stand-in of the tests, which repeats recorded operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+import op_tape
+from realvr.backbone import Backbone, Prompt
+from realvr.latent.recorded_span import RecordedSpan
+from realvr.training.method import Step
+from realvr.training.methods.realvr import ReaLVR, ReaLVRConfig
+from realvr.training.rl_batch import RlBatch
+
+K, GROUP, SIZE, ANSWERS, NEGATIVES = 4, 2, 5, 3, 4
+
+# name -> (measure, float32 tolerance, bfloat16 floor)
+CHECKS: dict[str, tuple[str, float, float | None]] = {
+    "recorded span: losses": ("relative", 1e-5, 0.05),
+    "recorded span: gradients": ("relative", 1e-4, 0.1),
+    "recorded span: gradients, undetached": ("relative", 1e-4, 0.1),
+    "recorded span: gradients after an update": ("relative", 1e-4, 0.1),
+}
+
+
+def flat(parts: list[Tensor]) -> Tensor:
+    return torch.cat([part.detach().float().cpu().flatten() for part in parts])
+
+
+def gradients_of(backbone: Backbone, scalar: Tensor, in_place: bool) -> Tensor:
+    parameters = [p for _, p in sorted(backbone.model.named_parameters()) if p.requires_grad]
+    if in_place:
+        scalar.backward()
+        grads = [p.grad for p in parameters]
+        backbone.model.zero_grad(set_to_none=True)
+    else:
+        grads = list(torch.autograd.grad(scalar, parameters, allow_unused=True))
+    return flat([torch.zeros_like(p) if g is None else g for p, g in zip(parameters, grads, strict=True)])
+
+
+@contextmanager
+def grown(backbone: Backbone) -> Iterator[None]:
+    """With larger matrices in the decoder: by so much that latents of the old ones are further off than bfloat16
+    rounds."""
+    trained = [p.data for p in backbone.decoder.parameters() if p.dim() == 2]
+    before = [p.clone() for p in trained]
+    for parameter in trained:
+        parameter.mul_(1.2)
+    try:
+        yield
+    finally:
+        for parameter, old in zip(trained, before, strict=True):
+            parameter.copy_(old)
+
+
+def recorder(backbone: Backbone, columns: int) -> RecordedSpan:
+    return RecordedSpan(backbone, columns=columns, record=None if backbone.device.type == "cuda" else op_tape.record)
+
+
+def measured(backbone: Backbone, prompts: list[Prompt], recorded: RecordedSpan | None) -> dict[str, Tensor]:
+    """Losses and gradients of two steps of one shape, of one whose credit has a gradient, and of one after the weights
+    have changed in place."""
+
+    def step(detach: bool, order: int) -> tuple[Tensor, Tensor]:
+        # No ratio is clipped and every hinge is active: nothing depends on which side of an edge rounding falls.
+        config = ReaLVRConfig(type="realvr", detach=detach, margin=2, clip=0.99, clip_high=1e6, lambda_ev=1)
+        method = ReaLVR(backbone, config)
+        method.recorded = recorded
+        loss, _ = Step(method)(_batch(backbone, prompts[::order]))
+        return loss.detach()[None], gradients_of(backbone, loss, in_place=False)
+
+    first, second = step(True, 1), step(True, -1)
+    whole = step(False, 1)
+    with grown(backbone):
+        after = step(True, 1)
+    losses = [loss for loss, _ in (first, second, whole, after)]
+    found = (flat(losses), flat([first[1], second[1]]), whole[1], after[1])
+    return dict(zip(CHECKS, found, strict=True))
+
+
+def _batch(backbone: Backbone, prompts: list[Prompt]) -> RlBatch:
+    generator, device, rows, width = torch.Generator().manual_seed(12), backbone.device, len(prompts), backbone.width
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    def ids(*shape: int) -> Tensor:
+        return torch.randint(40, 200, shape, generator=generator).to(device)
+
+    def ones(*shape: int) -> Tensor:
+        return torch.ones(shape, dtype=torch.bool, device=device)
+
+    batch = backbone.batch(prompts)
+    return RlBatch(
+        batch=batch,
+        visual=backbone.encode_images(batch.images),
+        latents_BKD=normal(rows, K, width).to(backbone.dtype),
+        ids_BGS=ids(rows, GROUP, SIZE),
+        real_BGS=ones(rows, GROUP, SIZE),
+        old_logp_BGS=torch.full((rows, GROUP, SIZE), -6.0, device=device),
+        advantages_BG=normal(rows, GROUP) * 0.1,
+        policy_denominator=torch.tensor(float(rows * GROUP), device=device),
+        positive_BD=normal(rows, width),
+        negatives_BMD=normal(rows, NEGATIVES, width),
+        valid_BM=ones(rows, NEGATIVES),
+        answers_BYS=ids(rows, ANSWERS, SIZE),
+        answers_real_BYS=ones(rows, ANSWERS, SIZE),
+        content_BYS=ones(rows, ANSWERS, SIZE),
+        wrong_BY=ones(rows, ANSWERS - 1),
+        prompts_total=float(rows),
+    )

@@ -1,0 +1,61 @@
+"""`scripts/device_parity.py` on the CPU: every path within tolerance, and a wrong one is found."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def parity(*options: str, broken: str = "") -> tuple[int, str]:
+    """Exit code and output; ``broken`` is run before the script, in its process."""
+    start = f"import runpy, sys; {broken or 'pass'}; sys.argv = ['device_parity.py', *{list(options)!r}]; "
+    start += f"runpy.run_path({str(ROOT / 'scripts' / 'device_parity.py')!r}, run_name='__main__')"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", start], env=environment, text=True, capture_output=True, timeout=900)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl-moe", "gemma3"])
+def test_every_fast_path_is_within_tolerance_on_the_cpu(family: str) -> None:
+    code, printed = parity("--device", "cpu", "--families", family, "--paths", "fast")
+    assert code == 0, printed
+    checks = set(re.findall(r"^\S+ +(?:float32|bfloat16) +(.*?) {2,}", printed, re.MULTILINE))
+    assert {
+        "static decode: texts",
+        "static decode: after an update",
+        "deferred gradients, checkpointed",
+        "thin adapters: gradients",
+        "packed rows: gradients",
+        "fast vision: tokens",
+        "fused layers: latents, decoded fast",
+        "fused layers: gradients, checkpointed",
+        "split replay of padded prompts: readouts",
+        "split replay of one prompt: gradients, checkpointed",
+        "recorded span: gradients, undetached",
+        "recorded span: gradients after an update",
+    } <= checks
+    assert not any(check.startswith("graph") for check in checks)  # no GPU here
+    assert re.search(r"^(\d+) of \1 within tolerance$", printed, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_a_wrong_path_is_found() -> None:
+    """Deferred gradients that lose the last of the latent steps, those of a recorded span included; the rest passes."""
+    broken = (
+        "from realvr.training.gradients import _Contributions as C; keep = C._multiply_kept; "
+        "C._multiply_kept = lambda self, found: (found.kept and found.kept.pop(), keep(self, found))[1]"
+    )
+    code, printed = parity(
+        "--device", "cpu", "--families", "qwen2.5-vl", "--paths", "fast", "--dtypes", "float32", broken=broken
+    )
+    assert code == 1, printed
+    failed = re.findall(r"float32 +(.*?) {2,}.*FAIL$", printed, re.MULTILINE)
+    assert {check.split(":")[0].split(",")[0] for check in failed} == {"deferred gradients", "recorded span"}

@@ -1,0 +1,327 @@
+"""The speed benchmark: what it divides by is the baseline it names, both sides compute the same loss, and every name of
+docs/speed.md is measured. Times of a tiny model on a CPU mean nothing and are not looked at."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import naive_stage2 as naive
+from realvr.backbone.backbone import Backbone
+from realvr.training import gradients as gradients_module
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import speed
+import speed_baseline
+import speed_growth
+import speed_sections
+from speed_kit import SMALL, Bench, OutOfTime, Results, Timing, about, step_bytes, timed
+from speed_options import CHOICES, parse_options
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+UNCHANGED = (
+    "run _add_policy _add_evidence _completion_loss _replay _credit _regenerate _states_before _readout _ids _pass "
+    "_see _positions"
+)
+DIGEST = "feb2bbdf07e0399c5c4f55f51a0a30acfbe2acd3a71de8d1f0d2494f1028c613"
+
+
+def bench(tmp_path: Path, dtype: torch.dtype = torch.float64) -> Bench:
+    preset = "tiny:qwen2.5-vl"
+    results = Results(tmp_path / "speed.json", about(SMALL, preset, CPU, dtype, 1), resume=False)
+    return Bench(preset, CPU, dtype, SMALL, 1, time.monotonic() + 600, results)
+
+
+# ---------------------------------------------------------------------- the baseline
+
+
+def test_the_schedule_of_the_baseline_is_that_of_the_commit_it_names() -> None:
+    """The functions that decide which passes run, as they are written at f48efcc. A change here changes every ratio:
+    measure again, or keep a copy of the old file."""
+    text = "".join(inspect.getsource(getattr(naive.Naive, name)) for name in UNCHANGED.split())
+    assert hashlib.sha256(text.encode()).hexdigest() == DIGEST
+    assert naive.Options().credit == "paper"
+
+
+def at_commit(tmp_path: Path) -> ModuleType:
+    shown = subprocess.run(
+        ["git", "-C", str(ROOT), "show", "f48efcc:reference/naive_stage2.py"], capture_output=True, text=True
+    )
+    if shown.returncode:
+        pytest.skip("the history of the repository is not here")
+    path = tmp_path / "naive_f48efcc.py"
+    path.write_text(shown.stdout)
+    spec = importlib.util.spec_from_file_location("naive_f48efcc", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["naive_f48efcc"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def gradients(backbone: Backbone, run: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    found = run()
+    grads = {name: p.grad for name, p in backbone.model.named_parameters() if p.grad is not None}
+    backbone.model.zero_grad(set_to_none=True)
+    return found, grads
+
+
+def test_baseline_commit_and_package_agree_on_the_same_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss, gradients and number of passes: the reference of today, that of f48efcc, and our schedule."""
+    made = bench(tmp_path)
+    backbone = made.backbone()
+    (batch,) = speed_sections.cut(made, 1, 1)
+    given = speed_baseline.examples(backbone, batch, tower=True)
+    old = at_commit(tmp_path)
+    with speed_baseline.stock(backbone, checkpointed=True):
+        today, grads = gradients(backbone, lambda: speed_baseline.reading(backbone).run(given, backward=True))
+        monkeypatch.setattr(speed_baseline, "naive", old)
+        then, before = gradients(backbone, lambda: speed_baseline.reading(backbone).run(given, backward=True))
+    assert torch.equal(today.loss, then.loss) and today.passes == then.passes
+    assert grads.keys() == before.keys() and all(torch.equal(grads[name], before[name]) for name in grads)
+    sizes = made.sizes
+    assert today.passes == sizes.group + sizes.latents + len(given[0].answers)
+
+    from realvr.training.method import Step
+    from realvr.training.methods.realvr import ReaLVR, ReaLVRConfig
+
+    def ours() -> torch.Tensor:
+        loss, _ = Step(ReaLVR(backbone, ReaLVRConfig(type="realvr", memory="cached")))(batch)
+        loss.backward()
+        return loss.detach()
+
+    loss, found = gradients(backbone, ours)
+    assert float((loss - today.loss).abs()) < 1e-6 * float(today.loss.abs())  # stock eager attention has float32 in it
+    assert found.keys() == grads.keys()
+    gap = sum(float((found[name] - grads[name]).pow(2).sum()) for name in grads)
+    assert math.sqrt(gap) < 1e-5 * math.sqrt(sum(float(g.pow(2).sum()) for g in grads.values()))
+
+
+def test_the_stock_model_is_left_as_it_was(tmp_path: Path) -> None:
+    made = bench(tmp_path)
+    backbone = made.backbone()
+    before = backbone.model.config.text_config._attn_implementation
+    with speed_baseline.stock(backbone, checkpointed=True) as model:
+        assert model.config.text_config._attn_implementation == "sdpa"
+        assert all(layer.training and layer.gradient_checkpointing for layer in backbone.decoder.layers)
+    assert backbone.model.config.text_config._attn_implementation == before
+    assert not any(layer.training or layer.gradient_checkpointing for layer in backbone.decoder.layers)
+
+
+def test_the_baseline_runs_through_stock_layers_whatever_is_switched_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients_module, "LEAST", 0)
+    made = bench(tmp_path)
+    made.options = parse_options("fast", CPU)
+    backbone = made.switched().backbone
+    ours = [module for module in backbone.model.modules() if isinstance(module, gradients_module.DeferredLinear)]
+    assert len(ours) > 10 and backbone.fused_layers
+    with speed_baseline.stock(backbone):
+        assert {type(module) for module in ours} == {torch.nn.Linear} and not backbone.fused_layers
+    assert backbone.fused_layers
+    assert {type(module) for module in ours} == {gradients_module.DeferredLinear}
+
+
+# ---------------------------------------------------------------------- options
+
+
+def test_sets_of_options_and_their_changes() -> None:
+    plain, fast = parse_options("plain", CPU), parse_options("fast", CPU)
+    assert all(plain.facts()[name] == values[0] for name, values in CHOICES.items())
+    assert fast.decode == "static" and parse_options("fast", torch.device("cuda")).decode == "graph"
+    assert all(fast.facts()[name] == values[-1] for name, values in CHOICES.items() if name != "decode")
+    changed = parse_options("fast:decode=off,packed=mask", CPU)
+    assert (changed.decode, changed.packed, changed.gradients) == ("off", "mask", fast.gradients)
+    for name in ("split_attention", "recorded_span"):
+        assert [each.method(1)[name] for each in (plain, fast)] == [False, True]
+    with pytest.raises(SystemExit, match="a set is one of plain, default, fast"):
+        parse_options("quick", CPU)
+    with pytest.raises(SystemExit, match="no such change as decode=warp; there are decode=off|static"):
+        parse_options("fast:decode=warp", CPU)
+
+
+def test_options_are_in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients_module, "LEAST", 0)
+    made = bench(tmp_path)
+    plain = made.switched()
+    assert plain.fast is None and plain.deferral is None and not plain.backbone.fast_vision
+    assert not plain.backbone.fused_layers
+    made.drop()
+    made.options = parse_options("fast", CPU)
+    fast = made.switched(rank=2)
+    assert fast.fast is not None and fast.backbone.fast_vision and fast.backbone.fused_layers
+    adapted = {type(module).__name__ for module in fast.backbone.model.modules() if hasattr(module, "lora_A")}
+    made.drop()
+    made.options = parse_options("fast:lora=peft", CPU)
+    thick = {type(m).__name__ for m in made.switched(rank=2).backbone.model.modules() if hasattr(m, "lora_A")}
+    assert (adapted, thick) == ({"ThinLinear"}, {"Linear"})
+
+
+# ---------------------------------------------------------------------- clocks, floors, fits, files
+
+
+def test_what_a_step_must_read(tmp_path: Path) -> None:
+    backbone = bench(tmp_path).backbone()
+    config = backbone.model.config.text_config
+    layers = sum(p.numel() for p in backbone.decoder.layers.parameters()) * 8
+    head = config.hidden_size // config.num_attention_heads
+    columns = 100 * 2 * config.num_key_value_heads * head * config.num_hidden_layers * 8
+    assert step_bytes(backbone, 1, 100, head=False) == layers + columns
+    assert step_bytes(backbone, 1, 100, head=True) == layers + columns + backbone.model.lm_head.weight.numel() * 8
+
+
+def test_the_clock_takes_medians_of_warm_runs_and_stops_in_time() -> None:
+    calls: list[float] = []
+    timing = timed(lambda: calls.append(time.sleep(0.01 if calls else 0.2) or 0.0), CPU, 5, time.monotonic() + 60)
+    assert len(calls) == 6 and len(timing.each) == 5 and 0.01 <= timing.seconds < 0.2
+    assert Timing([1.0, 9.0, 2.0], None).seconds == 2.0
+    with pytest.raises(OutOfTime):
+        timed(lambda: None, CPU, 5, time.monotonic() - 1)
+
+
+def test_fits_find_the_exponent() -> None:
+    sizes = (128, 512, 2048, 8192)
+    fitted = speed_growth.fit(sizes, [3e-6 * x**1.7 for x in sizes])
+    assert fitted == {"exponent": 1.7, "residual": 0.0, "last": 1.7}
+    fixed = speed_growth.fit(sizes, [1 + 1e-8 * x**2 for x in sizes])
+    assert fixed is not None and fixed["exponent"] < 0.2 and fixed["last"] > fixed["exponent"] and fixed["residual"] > 0
+    assert speed_growth.fit((0, 8), (1.0, 2.0)) is None
+
+
+def test_results_are_there_after_every_measurement_and_go_on_where_they_were_cut(tmp_path: Path) -> None:
+    path, head = tmp_path / "deep" / "r.json", about(SMALL, "tiny:qwen2.5-vl", CPU, torch.float32, 5)
+    first = Results(path, head, resume=False)
+    first.put("vision_ratio", 2.0, seconds=1.0)
+    entry = json.loads(path.read_text())["vision_ratio"]
+    assert entry["value"] == 2.0 and entry["inputs"]["seconds"] == 1.0 and entry["inputs"]["commit"] == head["commit"]
+    again = Results(path, head, resume=True)
+    assert "vision" not in speed.chosen([], again, resume=True) and "vision" in speed.chosen([], again, resume=False)
+    assert speed.chosen(["vision_ratio", "stage 1"], first, resume=False) == ["vision", "stage 1"]
+    with pytest.raises(SystemExit, match="--only frobnicate: there is no such name"):
+        speed.chosen(["frobnicate"], first, resume=False)
+    with pytest.raises(SystemExit, match="another preset"):
+        Results(path, {**head, "preset": "mini:qwen2.5-vl"}, resume=True)
+
+
+def test_every_name_of_the_page_has_a_section_and_its_target() -> None:
+    text = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"^\| `(\w+)` \|[^|]*\|[^|]*\| ([≥≤] [\d.]+) \|", text, re.MULTILINE))
+    signs = {">=": "≥", "<=": "≤"}
+    assert {name: f"{signs[sign]} {value:g}" for name, (sign, value) in speed.TARGETS.items()} == {
+        name: f"{target[0]} {float(target[2:]):g}" for name, target in listed.items()
+    }
+    measured = {name for _, names in speed.SECTIONS.values() for name in names}
+    assert set(speed.TARGETS) <= measured
+
+
+def test_what_the_page_says_was_measured_is_in_the_file() -> None:
+    """And everything in the file that has a target is on the page, rounded."""
+    text = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
+    now = dict(re.findall(r"^\| `(\w+)` \|[^|]*\| ([^|]*) \| [≥≤] [\d.]+ \|", text, re.MULTILINE))
+    entries = json.loads((ROOT / "benchmarks" / "results" / "h200-qwen2.5-vl-7b.json").read_text(encoding="utf-8"))
+    assert set(now) == set(speed.TARGETS)
+    for name, said in now.items():
+        number = said.replace("*", "").split(" ")[0]
+        if name not in entries:
+            assert number == "–", name
+            continue
+        digits = len(number.partition(".")[2])
+        assert f"{entries[name]['value']:.{digits}f}" == number, name
+
+
+# ---------------------------------------------------------------------- the script
+
+
+def script(*options: str, **variables: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"} | variables
+    command = [sys.executable, str(ROOT / "benchmarks" / "speed.py"), *options]
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_whole_script_runs_on_a_tiny_model(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.json"
+    tiny = ("--device", "cpu", "--preset", "tiny", "--repeats", "1", "--out", str(path))
+    printed = script(*tiny, "--minutes", "0.0001")
+    assert "not measured: short passes" in printed
+    printed = script(*tiny, "--resume", "--options", "fast", REALVR_COMMIT="0123456789ab")
+    assert "not measured" not in printed
+    found = json.loads(path.read_text())
+    names = {name.replace("_8", f"_{SMALL.prompts}") if name.endswith("_8") else name for name in speed.TARGETS}
+    assert names <= found.keys()
+    for name in names - {"lora_peak_gib"}:  # no GPU, no peak
+        assert math.isfinite(found[name]["value"]) and found[name]["inputs"], name
+    assert found["loss_gap"]["value"] < 1e-4
+    paper, release = (found[f"train_part_ratio_{kind}"]["inputs"] for kind in ("paper", "release"))
+    answers = 4
+    assert paper["passes"] == SMALL.group + SMALL.latents + answers and paper["multiplied_by"] == 1
+    assert release["passes"] == SMALL.group * (1 + SMALL.latents + answers) and release["multiplied_by"] == SMALL.group
+    assert paper["matmul_fraction"] > 0 and found["vision_ratio"]["inputs"]["commit"] == "0123456789ab"
+    assert found["decode_bandwidth_fraction"]["inputs"]["counts"]["eager"] > 0
+    parts = found["rl_step_seconds"]["inputs"]["parts"]
+    assert set(parts) == {"encode", "rollout", "passes", "optimizer"} and all(value > 0 for value in parts.values())
+    assert found["about"]["gpu"] is None and torch.__version__.startswith(found["about"]["versions"]["torch"])
+
+
+@pytest.mark.slow
+def test_options_stand_side_by_side(tmp_path: Path) -> None:
+    path = tmp_path / "sets.json"
+    tiny = ("--device", "cpu", "--preset", "tiny", "--repeats", "1", "--out", str(path))
+    printed = script(*tiny, "--only", "short passes", "--options", "fast", "plain", "fast:decode=off")
+    assert re.search(r"^decode_bandwidth_fraction +\S+ +\S+ +\S+$", printed, re.MULTILINE)
+    found = json.loads(path.read_text())
+    assert set(found["beside"]) == {"plain", "fast:decode=off"} and set(found["about"]["options"]) >= {"fast", "plain"}
+    assert "counts" in found["decode_bandwidth_fraction"]["inputs"]
+    assert "counts" not in found["beside"]["plain"]["decode_bandwidth_fraction"]["inputs"]
+    for part in (found, *found["beside"].values()):
+        assert part["decode_logp_gap"]["value"] < 1e-4
+
+
+@pytest.mark.slow
+def test_growth_is_fitted_and_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "growth.json"
+    script("--growth", "--device", "cpu", "--preset", "tiny", "--repeats", "1", "--out", str(path))
+    found = json.loads(path.read_text())
+    for series, values in speed_growth.SMALL_SERIES.items():
+        points = found[series]["inputs"]["points"]
+        assert [point[series] for point in points] == list(values)
+        assert all("ReaLVR" in point for point in points if point.get("latents") != 0)
+        assert "exponent" in found[series]["value"]["rollout, seconds"]
+    speed_growth.draw(path, tmp_path / "growth.svg")
+    assert "<svg" in (tmp_path / "growth.svg").read_text()
+
+
+def test_operations_of_attention_are_those_that_torch_counts() -> None:
+    """With fewer heads of keys than of queries, which this torch counts itself; packed rows, by hand."""
+    import speed_flops
+    from torch.utils import flop_counter
+
+    query, key = torch.empty(2, 8, 5, 16), torch.empty(2, 4, 7, 16)
+    forward = flop_counter.sdpa_flop_count(query.shape, key.shape, key.shape)
+    backward = flop_counter.sdpa_backward_flop_count(query.shape, query.shape, key.shape, key.shape)
+    formulas = speed_flops.attention_formulas()
+    aten = torch.ops.aten
+    assert formulas[aten._scaled_dot_product_flash_attention](query, key, key) == forward
+    assert formulas[aten._scaled_dot_product_flash_attention_backward](query, query, key, key) == backward
+    packed, ends = torch.empty(9, 8, 16), torch.tensor([0, 4, 9])
+    by_hand = 2 * 2 * 8 * (4 * 4 + 5 * 5) * 16
+    assert formulas[aten._flash_attention_forward](packed, packed, packed, ends, ends) == by_hand
