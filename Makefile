@@ -11,14 +11,14 @@ STAMP := $(VENV)/.installed
 # lmms-eval pins other versions than ours: an environment of its own, over the packages of $(VENV).
 LMMS := .venv-lmms
 
-.PHONY: demo test test-slow lint docs docs-serve env browser lmms clean
+.PHONY: demo test test-slow speed lint docs docs-serve env browser lmms clean
 
 env: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[train,dev,docs]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[train,deepspeed,diagnostics,dev,docs]"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps $(TRACKIO)
 	touch $(STAMP)
 
@@ -50,6 +50,10 @@ test: $(STAMP) browser
 
 test-slow: $(STAMP) browser lmms
 	$(BIN)/python -m pytest -n auto -q -m slow
+
+# Time and memory at the 7B shape on one GPU; SPEED="--device cpu --preset tiny" tries the script out.
+speed: $(STAMP)
+	$(BIN)/python benchmarks/speed.py $(SPEED)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

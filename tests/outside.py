@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import realvr
+from forked import Forked
 
 SOURCE = Path(realvr.__file__).parent.parent
 
 
-def start(*args: object, plugin: Path | None) -> subprocess.Popen[str]:
+def start(*args: object, plugin: Path | None) -> Forked:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE), "CUDA_VISIBLE_DEVICES": ""}
     named = ["--plugin", str(plugin)] if plugin else []
-    return subprocess.Popen(
-        [sys.executable, "-m", "realvr", *map(str, args), *named],
-        env=environment | {"COLUMNS": "200"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    return Forked([*args, *named], environment=environment | {"COLUMNS": "200"})
 
 
-def run(*args: object, plugin: Path | None, code: int = 0) -> str:
+def run(*args: object, plugin: Path | None, code: int = 0, seconds: float = 120) -> str:
     """What a verb prints, on both streams."""
     process = start(*args, plugin=plugin)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == code, out + err
-    return out + err
+    ended, said = process.wait(seconds), process.out.read_text() + process.said
+    assert ended == code, said
+    return said

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from realvr.training.engine import Engine
+from realvr.training.engine import Engine, EngineSettings
 from realvr.training.engine.whole import estimate_whole, load_whole, save_whole
 from realvr.training.metrics import Metrics
 from realvr.training.optimizer import build_optimizer
@@ -26,9 +26,10 @@ class PlainEngine(Engine):
 
     name = "plain"
     title = "plain torch"
-    rank, world, device, lockstep = 0, 1, torch.device("cpu"), True
+    rank, world, device, lockstep, shards = 0, 1, torch.device("cpu"), True, True
 
-    def __init__(self, cpu: bool = True) -> None:
+    def __init__(self, cpu: bool = True, settings: EngineSettings | None = None) -> None:
+        self.settings = settings or EngineSettings(type=self.name)
         self.frozen: list[nn.Module] = []
         self.rollouts = 0
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []

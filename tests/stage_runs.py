@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import yaml
 
+from forked import Forked
 from realvr.backbone import Backbone
 from realvr.data import export
 from realvr.data.sample import Sample
@@ -131,7 +132,8 @@ def environment() -> dict[str, str]:
 
 def start(arguments: list[str], code: int = 0) -> subprocess.CompletedProcess[str]:
     """Run a process to its end."""
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=300, env=environment())
+    process = Forked.of(arguments, environment=environment())
+    done = subprocess.CompletedProcess(arguments, process.wait(300), process.out.read_text(), process.said)
     assert done.returncode == code, done.stdout + done.stderr
     return done
 

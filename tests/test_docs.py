@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from realvr.cli import COMMANDS, main
-from realvr.cli.diagnose import options_of
+from realvr.cli import COMMANDS, main, train
+from realvr.cli.diagnose import SuiteCommand, as_settings, as_suite, is_suite, options_of
 from realvr.cli.dispatch import settings_type
 from realvr.diagnostics import DIAGNOSTICS
 from realvr.errors import UserError
@@ -136,15 +136,18 @@ def parse(verb: str, args: list[str]) -> None:
         place = args.index("--plugin")
         args = args[:place] + args[place + 2 :]
     if verb == "diagnose":
-        if args:
+        if is_suite(args):
+            tyro.cli(SuiteCommand, args=as_suite(args)).suite().diagnostics()
+        elif args:
             kind = (
                 DIAGNOSTICS.get(args[0]) if args[0] in DIAGNOSTICS else load_file(TOYS / "toy_diagnostic.py").SpanNorm
             )
-            tyro.cli(options_of(kind), args=args[1:])
+            tyro.cli(options_of(kind), args=as_settings(kind, args[1:]))
         return
     if command.raw:
-        flags = [arg.replace("--resume", "--checkpoint.resume") for arg in args[1:] if arg != "--dry-run"]
-        kind, config = verb.split()[1], args[0]
+        _, (config, *rest) = train.processes(args)
+        flags = [arg.replace("--resume", "--checkpoint.resume") for arg in rest if arg not in train.SWITCHES]
+        kind = verb.split()[1]
         # A file of the reader's own stands for any: the example for one's own data knows every setting as well.
         load_settings(kind, config if "/" in config else {"base": "mini/base"}.get(kind, f"own/{kind}"), flags)
         return
@@ -160,7 +163,7 @@ def options(verb: str) -> set[str]:
     """Names of the options in the help of a command; not those in its examples."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-        main([*verb.split(), "--help"])
+        main([*verb.split(), *(["MODEL"] if verb == "diagnose" else []), "--help"])
     lines = re.findall(r"^[│ ]*(--?[a-z].*)$", text.getvalue(), re.MULTILINE)
     return {name for line in lines for name in re.findall(r"--[\w.-]+", line)}
 

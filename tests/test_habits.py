@@ -110,6 +110,10 @@ def test_ruff_asks_for_docstrings_and_types_in_the_package(file: str, rules: set
 # ---------------------------------------------------------------------- extras
 
 
+IMPORTED = {"scikit-learn": "sklearn"}
+"""Packages that are imported by another name."""
+
+
 def test_an_extra_brings_what_the_package_imports() -> None:
     """Those of users; `dev` and `docs` are for tests, scripts and make."""
     source = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "src").rglob("*.py"))
@@ -118,13 +122,14 @@ def test_an_extra_brings_what_the_package_imports() -> None:
     }
     assert "train" in users
     for extra, needed in users.items():
-        for name in (Requirement(line).name.replace("-", "_") for line in needed):
+        for package in (Requirement(line).name for line in needed):
+            name = IMPORTED.get(package, package.replace("-", "_"))
             assert re.search(rf"^ *(from|import) {name}\b", source, re.MULTILINE), f"{extra}: nothing imports {name}"
 
 
 @pytest.mark.parametrize(
     ("package", "flags", "who"),
-    [("accelerate", [], "training"), ("peft", ["--lora.rank", "2"], "lora.rank")],
+    [("accelerate", [], "engine ddp"), ("peft", ["--lora.rank", "2"], "lora.rank")],
 )
 def test_a_missing_package_is_named_with_its_extra(
     package: str,

@@ -36,11 +36,12 @@ ROOMS = {
     "latent": "imaging data world backbone",
     "evaluation": "imaging data world backbone latent",
     "training": "imaging data world backbone latent evaluation",
+    "planning": "imaging data world backbone zoo latent evaluation training",
     "diagnostics": "imaging data world backbone latent evaluation",
     "integrations": "imaging data backbone latent evaluation",
     "report": "imaging data world backbone latent evaluation training diagnostics",
     "demo": "imaging data world backbone zoo latent evaluation training diagnostics report",
-    "cli": "imaging data world backbone zoo latent evaluation training diagnostics report demo",
+    "cli": "imaging data world backbone zoo latent evaluation training planning diagnostics report demo",
     "benchmarks": "",  # a deprecated name
 }
 """Rooms in the order in which data flows, and which of them each may import."""

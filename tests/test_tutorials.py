@@ -6,12 +6,12 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from forked import Forked
 from stage_runs import environment
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -34,6 +34,13 @@ def shortened(line: str) -> list[str]:
     return [sys.executable, "-m", "realvr", *words[1:], *more]
 
 
+def run(line: str, folder: Path) -> Forked:
+    """One command, shortened, in a folder."""
+    process = Forked.of(shortened(line), home=folder, environment=environment())
+    process.wait(600)
+    return process
+
+
 def follow(page: str, folder: Path) -> None:
     for text in blocks(page, "python"):
         (name,) = re.findall(r'^"""(\w+\.py):', text)
@@ -41,8 +48,8 @@ def follow(page: str, folder: Path) -> None:
     commands = [line for block in blocks(page, "console") for line in block.splitlines()]
     assert len(commands) >= 4
     for line in commands:
-        done = subprocess.run(shortened(line), cwd=folder, env=environment(), capture_output=True, text=True)
-        assert done.returncode == 0, f"{page}: {line}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        done = run(line, folder)
+        assert done.code == 0, f"{page}: {line}\n{done.out.read_text()[-2000:]}{done.said[-2000:]}"
 
 
 @pytest.mark.slow
@@ -62,10 +69,8 @@ def test_a_method_of_your_own(tmp_path: Path) -> None:
         assert step["loss"] == pytest.approx(parts, rel=1e-4, abs=1e-5)
     shutil.rmtree(tmp_path / "runs/high-floor")
     line = blocks("tutorial_method.md", "console")[0].splitlines()[1]
-    done = subprocess.run(
-        [*shortened(line), "--eta", "0.3"], cwd=tmp_path, env=environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 2 and "eta" in done.stderr, "what defines the method cannot be changed"
+    done = run(f"{line} --eta 0.3", tmp_path)
+    assert done.code == 2 and "eta" in done.said, "what defines the method cannot be changed"
 
 
 @pytest.mark.slow

@@ -134,6 +134,9 @@ class RegressionTask:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position, self.bank = state["position"], state["bank"]
 
+    def redistribute(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        return states[0]
+
     def export(self, directory: Path) -> None:
         save_file(self.module.net.state_dict(), directory / "model.safetensors")
 

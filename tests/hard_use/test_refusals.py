@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
@@ -95,21 +94,14 @@ def test_a_read_only_disk(place: Place, disk: Callable[[int], Path], tmp_path: P
 def test_files_that_may_not_grow(name: str, place: Place, tmp_path: Path) -> None:
     """The limit of a shell on the size of a file (ulimit -f): needs no mount."""
     for most in (1200, 5000):  # the process must be able to say so
-
-        def limit(most: int = most) -> None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
         out = tmp_path / f"run-{most}"
-        assert_one_line(forked(place.verbs[name].args(out), tmp_path, limit), str(out), "File too large")
+        done = forked(place.verbs[name].args(out), tmp_path, out=os.devnull, file_bytes=most)
+        assert_one_line(done, str(out), "File too large")
 
 
 def test_standard_output_on_a_full_disk(tmp_path: Path) -> None:
-    def full() -> None:
-        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
-
     for args in (["--help"], ["benchmarks"], ["env"]):
-        assert_one_line(forked(args, tmp_path, full), "standard output", "No space left on device")
+        assert_one_line(forked(args, tmp_path, out="/dev/full"), "standard output", "No space left on device")
 
 
 # ---------------------------------------------------------------------- a place that cannot be
@@ -149,14 +141,9 @@ def test_a_folder_that_no_run_wrote_is_not_replaced(place: Place, tmp_path: Path
 
 def test_too_little_memory(place: Place, tmp_path: Path) -> None:
     """Room for everything but the batch: a tensor of its size cannot be had, small things can."""
-
-    def limit() -> None:
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        most = used + 120 * 2**20
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-
     args = place.verbs["sft"].args(tmp_path / "run")
-    done = forked([*args, "--optim.batch", "256", "--optim.microbatch", "256"], tmp_path, limit)
+    large = ["--optim.batch", "256", "--optim.microbatch", "256"]
+    done = forked([*args, *large], tmp_path, more_memory=120 * 2**20)
     assert_one_line(done, "step 1 ran out of memory: lower optim.microbatch")
 
 
@@ -248,6 +235,7 @@ def test_more_positions_than_the_span_has(place: Place, tmp_path: Path) -> None:
     assert_one_line(forked([*args, "--k", "1,4"], tmp_path), "--k asks for 4 positions", "K = 3 slots")
 
 
+@pytest.mark.slow
 def test_two_processes_of_an_evaluation_print_notes(
     place: Place, build_tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:

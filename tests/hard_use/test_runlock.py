@@ -20,12 +20,13 @@ from realvr.runs import lock as runlock
 from realvr.runs.lock import Owner, hold
 from verbs import Place
 
+IMPATIENT = {"realvr.runs.lock.PATIENCE": 0.4}
 VERBS = ("base", "sft", "rl", "eval", "counterfactual", "exchange")
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runlock, "PATIENCE", 0.4)
+    monkeypatch.setattr(runlock, "PATIENCE", IMPATIENT["realvr.runs.lock.PATIENCE"])
 
 
 @pytest.mark.parametrize("name", VERBS)
@@ -37,7 +38,7 @@ def test_two_processes_and_a_kill(name: str, place: Place, tmp_path: Path) -> No
         first.until(lambda: verb.written(out) >= 1)
         first.signal(signal.SIGSTOP)
         before = verb.written(out)
-        second = forked(verb.args(out), tmp_path)
+        second = forked(verb.args(out), tmp_path, constants=IMPATIENT)
         assert_one_line(second, str(out), f"process {first.pid} on this machine", "is writing there")
         assert verb.written(out) == before
     finally:
@@ -55,7 +56,7 @@ def test_several_checkpoints_are_one_evaluation(place: Place, tmp_path: Path) ->
     args = place.verbs["eval"].args(tmp_path / "run")
     args.insert(2, "mini")
     with hold(tmp_path / "run", "eval"):
-        assert_one_line(forked(args, tmp_path), "is writing there")
+        assert_one_line(forked(args, tmp_path, constants=IMPATIENT), "is writing there")
 
 
 def test_a_demo_keeps_another_out_and_is_taken_over(tmp_path: Path) -> None:
@@ -63,7 +64,8 @@ def test_a_demo_keeps_another_out_and_is_taken_over(tmp_path: Path) -> None:
     first = Forked(["demo", "--quick", "--out", out], tmp_path)
     try:
         first.until(lambda: (out / "logs").exists())
-        assert_one_line(forked(["demo", "--quick", "--out", out], tmp_path), f"demo (process {first.pid}")
+        second = forked(["demo", "--quick", "--out", out], tmp_path, constants=IMPATIENT)
+        assert_one_line(second, f"demo (process {first.pid}")
     finally:
         first.kill()
     third = Forked(["demo", "--quick", "--out", out], tmp_path)
@@ -78,7 +80,8 @@ def test_a_demo_keeps_another_out_and_is_taken_over(tmp_path: Path) -> None:
 def test_a_split_of_the_world_is_made_once(tmp_path: Path) -> None:
     args = ["world", "make", tmp_path / "world", "--split", "train-boxes", "--count", "4", "--size", "48"]
     with hold(tmp_path / "world" / "train-boxes", "world make"):
-        assert_one_line(forked([*args, "--workers", "1"], tmp_path), "world make", "is writing there")
+        second = forked([*args, "--workers", "1"], tmp_path, constants=IMPATIENT)
+        assert_one_line(second, "world make", "is writing there")
     assert not (tmp_path / "world").exists()  # what was made for the lock alone is gone
     assert forked([*args, "--workers", "1"], tmp_path).code == 0
 

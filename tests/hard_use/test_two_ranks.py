@@ -1,4 +1,4 @@
-"""The settings for a user's own data on two processes, started with the line that the docs give."""
+"""The settings for a user's own data on two processes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,27 @@ from pathlib import Path
 
 import pytest
 
+from engine_runs import ranks
+from forked import Forked
 from realvr.training.configuration import load_settings
 from realvr.training.packaged import FOLDER
 from stage_runs import environment, lines, with_markers, world, write
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((FOLDER / "own").glob("*.yaml"))
+LAUNCHED = ("mini-sft", "mini-rl")
+"""Started with the line that the docs give; the others as that line starts them."""
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_a_batch_divides_over_its_processes(config: Path) -> None:
     """Two processes, and the eight of the files that are for them."""
     settings = load_settings(config.stem.split("-")[-1], config)
-    assert settings.optim.batch % ((8 if "ddp" in config.stem else 2) * settings.optim.microbatch) == 0
+    assert (
+        settings.optim.batch
+        % ((8 if "ddp" in config.stem or "fsdp2" in config.stem else 2) * settings.optim.microbatch)
+        == 0
+    )
 
 
 def launcher(kind: str, config: Path) -> list[str]:
@@ -45,12 +53,14 @@ def test_two_processes_train(config: Path, build_tiny: Callable[[str], Path], tm
     if "mini" not in config.stem:  # the same settings on a model that fits here
         model = with_markers(build_tiny("qwen2.5-vl"), tmp_path / "model", latents=8)
         flags += ["--model.path", str(model), "--model.dtype", "float32", "--model.max-tokens", "64"]
-    if "ddp" in config.stem:  # one process of eight has this share of the batch
-        flags += ["--model.min-tokens", "16", "--optim.batch", str(load_settings(kind, config).optim.batch // 8)]
-    done = subprocess.run(
-        [*launcher(kind, config), *flags], env=environment(), capture_output=True, text=True, cwd=tmp_path, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+        optim = load_settings(kind, config).optim
+        few = max(2 * optim.microbatch, optim.batch // 8)  # the batch of one process of eight, or as little as divides
+        flags += ["--model.min-tokens", "16", "--optim.batch", str(few)]
+    if config.stem in LAUNCHED:
+        done = Forked.of([*launcher(kind, config), *flags], environment=environment(), home=tmp_path)
+        assert done.wait(600) == 0, done.out.read_text() + done.said
+    else:
+        ranks([["train", kind, str(config), *flags]] * 2, tmp_path / "ranks")
     assert len(lines(out)) == 2 and (out / "final" / "config.json").is_file()
     assert not (out / ".lock").exists()  # one lock for both, released
     assert sorted(path.name for path in (out / "checkpoints/step-000002").glob("rank-*.json")) == [

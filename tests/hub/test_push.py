@@ -20,7 +20,7 @@ from PIL import Image
 from hub_standin import Hub, client
 from realvr.cli import main
 from realvr.models import locate
-from realvr.runs.hashes import record_weights
+from realvr.runs.hashes import fingerprint, record_weights
 from realvr.training.card import card
 
 MINI = Path(locate("mini"))
@@ -70,6 +70,42 @@ def test_a_run_with_its_card_arrives_whole(hub: Hub, tmp_path: Path, capsys: pyt
     assert re.search(r"Backbone\.load\(['\"]tester/mini['\"]\)", shown.text)
     assert str(final) not in shown.content and "| loss | 0.5 |" in shown.text and "steps: 3" in shown.text
     assert [method for method, path in hub.asked if path.startswith("/lfs/")].count("PUT") >= 1  # weights are large
+
+
+def latents_of(folder: Path, weights: Path) -> Path:
+    """What `realvr diagnose --card` leaves, as far as it goes to the hub."""
+    folder.mkdir(parents=True)
+    facts = f"|  |  |\n| --- | --- |\n| fingerprint of the weights | {fingerprint(weights)} |"
+    text = (
+        f"# Latents\n\n**Verdict:** unused: 0.0 %.\n\n{facts}\n\n![a](walk.svg)\n\n![b](gone.svg)\n\n![c](../x.svg)\n"
+    )
+    (folder / "card.md").write_text(text)
+    (folder / "card.html").write_text("<p>")
+    (folder / "walk.svg").write_text("<svg/>")
+    (folder / "walk.jsonl").write_text("records stay here")
+    return folder
+
+
+def test_the_card_of_the_latents_goes_along(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    final = copy(run / "final", "README.md")
+    latents_of(run / "diagnose", final)
+    assert main(["push", str(run), "tester/mini"]) == 0
+    found = hub.files("model", "tester/mini")
+    assert {name for name in found if "/" in name} == {"diagnose/card.html", "diagnose/card.md", "diagnose/walk.svg"}
+    text = found["README.md"].decode()
+    assert "**Verdict:** unused: 0.0 %." in text and "[Card of the latents](diagnose/card.md)" in text
+    other = latents_of(tmp_path / "other", MINI.parent / "mini-short")
+    capsys.readouterr()
+    assert main(["push", str(run), "tester/mini", "--latents", str(other), "--dry-run"]) == 2
+    assert "is the card of other weights than those of" in one_line(capsys)
+    shutil.rmtree(run / "diagnose")
+    other.rename(run / "diagnose")
+    assert main(["push", str(run), "tester/mini", "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert "is the card of other weights" in said.err and "card.md" not in said.out
+    assert main(["push", str(run), "tester/mini", "--latents", str(tmp_path), "--dry-run"]) == 2
+    assert "no card in it; realvr diagnose MODEL" in one_line(capsys)
 
 
 def test_a_second_push_replaces_the_model_and_a_branch_leaves_it(hub: Hub, tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ class HarnessModel:
         if self.arguments.condition == "noise":
             return {question: matched_noise(latents, seed, question) for question, latents in own.items()}
         if self.arguments.condition == "mean":
-            return dict.fromkeys(own, mean_latents(list(own), own.__getitem__))
+            return dict.fromkeys(own, mean_latents(own.values()))
         whose = donors(samples, seed, pictures)
         if not whose:
             raise UserError(
