@@ -23,6 +23,7 @@ import diagnostics_designs
 import diagnostics_labels
 from diagnostics_cells import Ask, Cell, Grid, Part
 
+from realvr.diagnostics import DIAGNOSTICS
 from realvr.errors import UserError
 from realvr.runs.files import write_atomically
 
@@ -98,9 +99,7 @@ def _results(named: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         summary = json.loads(file.read_text(encoding="utf-8"))
         settings = summary["settings"]
         data = Path(settings["data"]).parent.name
-        options = f" --limit {settings['limit']}" if settings.get("limit") else ""
-        options += f" --by {settings['by']}" if settings.get("by") not in (None, "task") else ""
-        model = settings["model"]["name"]
+        options, model = _options(settings), settings["model"]["name"]
         yield (
             {
                 "test": settings["diagnostic"],
@@ -113,6 +112,16 @@ def _results(named: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
             },
             summary,
         )
+
+
+def _options(settings: Mapping[str, Any]) -> str:
+    """What the command of one diagnostic needs to measure the same: it chooses samples as a suite of tests does."""
+    found = {"limit": settings.get("limit"), "second-model": (settings.get("second_model") or {}).get("name")}
+    for name, about in DIAGNOSTICS.get(settings["diagnostic"]).Settings.model_fields.items():
+        if name in settings and settings[name] != json.loads(json.dumps(about.default)):
+            found[name.replace("_", "-")] = settings[name]
+    words = {name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in found.items()}
+    return "".join(f" --{name} {value}" for name, value in words.items() if value is not None)
 
 
 def _number(summary: Mapping[str, Any], ask: Ask) -> dict[str, Any] | None:

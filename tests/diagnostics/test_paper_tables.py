@@ -101,6 +101,25 @@ def test_a_number_comes_from_the_first_folder_that_has_it(script: ModuleType, tm
     assert "| p, k = 8 | 0.59 | not measured | not measured | not measured |" in text
 
 
+def test_a_command_has_every_setting_that_is_not_the_usual_one(script: ModuleType, tmp_path: Path) -> None:
+    settings = {
+        "diagnostic": "ranking",
+        "data": "/x/trails/samples.jsonl",
+        "limit": 9,
+        "seeds": 5,
+        "wrong": 2,
+        "replacement": "noise",
+        "model": {"name": "mini", "dtype": "float32"},
+        "second_model": {"name": "mini-short"},
+    }
+    (tmp_path / "ranking.json").write_text(json.dumps({"settings": settings}))
+    ((run, _),) = script._results(f"{tmp_path}=CPU")
+    assert run["command"] == (
+        "realvr diagnose ranking mini runs/world/trails/samples.jsonl --limit 9 --second-model mini-short "
+        "--replacement noise --wrong 2 --out runs/mini-trails"
+    )
+
+
 def test_the_script_runs_without_torch() -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); import diagnostics_table as d; d.main()\n"

@@ -17,7 +17,7 @@ from realvr.cli import main
 from realvr.cli.diagnose import SuiteCommand, as_suite
 from realvr.data.export import write as export
 from realvr.diagnostics import DIAGNOSTICS, Diagnostic
-from realvr.diagnostics.data import Source
+from realvr.diagnostics.data import Source, read_data
 from realvr.diagnostics.settings import DiagnoseSettings
 from realvr.diagnostics.suite import Suite, model_name, run_suite
 from realvr.errors import UserError
@@ -110,6 +110,32 @@ def test_tests_on_samples_take_the_originals_edits_in_turn(pairs: Path, tmp_path
     assert [one.id for one in source.take(walk, 6).items[:4]] == [one.id for one in taken]
     single = Source(write(world(4), tmp_path))
     assert len(single.samples) == 4 and not single.pairs
+
+
+def test_one_diagnostic_alone_asks_about_what_a_suite_does(
+    model: Path, pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command for one test repeats what the suite measured: the first original of each edit, then the second."""
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+    originals = [row for row in rows if row["tags"]["view"] == "original"]
+    edits = list(dict.fromkeys(row["tags"]["edit"] for row in originals))
+    by_edit = [[row["id"] for row in originals if row["tags"]["edit"] == edit] for edit in edits]
+    turns = [one[place] for place in range(2) for one in by_edit]
+    kinds = [kind for kind in DIAGNOSTICS if not kind.needs.pairs]
+    assert len(kinds) > 15
+    for kind in kinds:
+        for limit in (3, 6, None):
+            read = read_data(kind(), settings(model, pairs, tmp_path, limit=limit))
+            assert [one.id for one in read.items] == turns[:limit], kind.name
+            assert read.digest == Source(pairs).take(kind(), limit).digest
+    assert read.lines == ["8 pairs: of each only the original picture is asked about, edits in turn"]
+
+    run_suite(Suite(settings(model, pairs, tmp_path / "suite", limit=3), ("walk",)))
+    alone = ["diagnose", "walk", model, pairs, "--limit", 3, "--out", tmp_path / "alone", "--device", "cpu"]
+    assert main([*map(str, alone), "--max-new", "8"]) == 0
+    assert "8 pairs: of each only the original" in capsys.readouterr().err
+    records = [(tmp_path / name / "walk.jsonl").read_text() for name in ("suite", "alone")]
+    assert records[0] == records[1] and records[0].count("\n") == 3
 
 
 def test_data_without_boxes_or_pairs_is_told(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,16 +45,18 @@ class Data:
 
 
 def read_data(diagnostic: Diagnostic, settings: DiagnoseSettings) -> Data:
-    """What a diagnostic measures, in file order; a `UserError` where the data lacks what it needs."""
+    """What a diagnostic measures, samples chosen as a suite of tests does; a `UserError` where the data lacks what it
+    needs."""
     if diagnostic.needs.pairs:
         reading = read_asked if diagnostic.needs.singles else read_pairs
         pairs, report = reading(settings.data, settings.limit)
         if diagnostic.needs.boxes and not any(view.boxes for pair in pairs for view in pair.views):
             raise UserError(_no_boxes(diagnostic, settings.data, len(pairs)))
         return Data(pairs, fingerprint(pairs), report.counts(), report.lines())
-    rows = Report()
-    every = list(read_all(settings.data, _OPTIONS, rows))
-    return _samples(diagnostic, every, settings.data, settings.limit, sum(rows.dropped.values()))
+    source = Source(settings.data)
+    found = source.take(diagnostic, settings.limit)
+    told = [f"{len(source.pairs)} pairs: of each only the original picture is asked about, edits in turn"]
+    return replace(found, lines=list(dict.fromkeys([*source.lines(), *(told if source.pairs else ()), *found.lines])))
 
 
 def picture_key(sample: Sample) -> str:
@@ -90,12 +92,15 @@ class Source:
         return self._paired[0]
 
     @cached_property
+    def _several(self) -> bool:
+        return len({sample.tags.get(BENCHMARK) for sample in self._every}) > 1
+
+    @cached_property
     def samples(self) -> list[Sample]:
         """All samples; of pairs, the original views. Those of no pair count where the data is several benchmarks."""
-        several = len({sample.tags.get(BENCHMARK) for sample in self._every}) > 1
-        if not self.pairs and not several:
+        if not self.pairs and not self._several:
             return self._every
-        asked: list[Asked] = with_singles(self._every, self.pairs, PairReport()) if several else [*self.pairs]
+        asked: list[Asked] = with_singles(self._every, self.pairs, PairReport()) if self._several else [*self.pairs]
         kinds: dict[tuple[str, str], list[Sample]] = {}
         for one in asked:
             kinds.setdefault((one.original.tags.get(BENCHMARK, ""), one.edit), []).append(one.original)
@@ -105,7 +110,8 @@ class Source:
         """A sentence for everything that was left out."""
         dropped = sum(self._rows.dropped.values())
         if self.pairs:
-            return self._paired[1].lines()
+            report = self._paired[1]
+            return (replace(report, single=[]) if self._several else report).lines()
         return [f"{dropped} rows could not be read (realvr data check says why)"] if dropped else []
 
     def take(self, diagnostic: Diagnostic, limit: int | None) -> Data:
