@@ -94,18 +94,20 @@ def tiny(case: Case, preset: str) -> Case:
 # ---------------------------------------------------------------------- batches
 
 
-def _prompt(backbone: Backbone, grid: tuple[int, int]) -> Prompt:
+QUESTION = "What is the small sign on the left? "
+
+
+def _prompt(backbone: Backbone, grid: tuple[int, int], question: str = QUESTION * 8) -> Prompt:
     stock = backbone.processor.stock
     side = getattr(stock, "patch_size", 14) * (backbone.processor.merge or 1)
     image = Image.effect_noise((grid[1] * side, grid[0] * side), 60).convert("RGB")
-    return backbone.prompt([Turn("user", "What is the small sign on the left? " * 8, images=[image])])
+    return backbone.prompt([Turn("user", question, images=[image])])
 
 
-def rl_batch(backbone: Backbone, case: Case) -> RlBatch:
+def rl_batch(backbone: Backbone, case: Case, prompt: Prompt | None = None) -> RlBatch:
     """One microbatch of Stage 2 with random completions, latents and prototypes."""
     device, rows, width = backbone.device, case.rows, backbone.width
-    prompt = _prompt(backbone, case.grid)
-    batch = backbone.batch([prompt] * rows)
+    batch = backbone.batch([prompt or _prompt(backbone, case.grid)] * rows)
     ids = torch.randint(40, 200, (rows, case.group, case.answer), device=device)
     answers = torch.randint(40, 200, (rows, 4, 8), device=device)
     ones = torch.ones(rows, 4, 8, dtype=torch.bool, device=device)

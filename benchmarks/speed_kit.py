@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from memory import Case, _prompt, model, rl_batch
+from memory import QUESTION, Case, _prompt, model, rl_batch
 from speed_flops import attention_formulas
 from speed_options import Options, Switched
 from torch.utils.flop_counter import FlopCounterMode
@@ -38,6 +38,7 @@ class Sizes:
     grid: tuple[int, int] = (40, 64)  # visual tokens: rows and columns
     group: int = 8
     latents: int = 8
+    text: int = 150  # tokens of a prompt beside the picture, about
     answer: int = 64
     long_answer: int = 192  # the paper's limit
     prompts: int = 8
@@ -64,6 +65,7 @@ SMALL = Sizes(
     grid=(3, 4),  # Stage 1 takes eight of them as targets
     group=2,
     latents=2,
+    text=40,
     answer=3,
     long_answer=4,
     prompts=2,
@@ -305,12 +307,21 @@ class Bench:
 
     def prompts(self, count: int, rank: int = 0) -> list[Prompt]:
         """Different pictures, one question."""
-        return [_prompt(self.backbone(rank), self.sizes.grid) for _ in range(count)]
+        backbone = self.backbone(rank)
+        return [_prompt(backbone, self.sizes.grid, self._question(backbone)) for _ in range(count)]
+
+    def _question(self, backbone: Backbone) -> str:
+        """So long that a prompt has about as many tokens of text as the workload says."""
+        short, long = (_prompt(backbone, self.sizes.grid, QUESTION * times) for times in (1, 2))
+        text = len(short) - sum(image.tokens for image in short.images)
+        return QUESTION * max(1, 1 + round((self.sizes.text - text) / (len(long) - len(short))))
 
     def rl_batch(self, rows: int, rank: int = 0, **changes: Any) -> RlBatch:
         """A microbatch of Stage 2 with random completions."""
         torch.manual_seed(1)
-        return rl_batch(self.backbone(rank), self.sizes.case(rows=rows, **changes))
+        backbone = self.backbone(rank)
+        prompt = _prompt(backbone, changes.get("grid", self.sizes.grid), self._question(backbone))
+        return rl_batch(backbone, self.sizes.case(rows=rows, **changes), prompt)
 
     @property
     def tflops(self) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from memory import sft_batch
-from speed_baseline import BASELINE, examples, generate, naive_pass, naive_seconds, stock
+from speed_baseline import BASELINE, examples, generate, naive_pass, naive_seconds, stock, time_stock
 from speed_kit import Bench, Timing, flops, step_bytes
 
 from realvr.backbone.types import Prompt
@@ -86,7 +86,7 @@ def vision(bench: Bench) -> None:
         return backbone.core.get_image_features(image.pixels.to(bench.device, backbone.dtype), **extra)
 
     with stock(backbone):
-        theirs = bench.time("vision, stock, 1 picture", plain, stock=True)
+        theirs = time_stock(bench, "vision, stock, 1 picture", plain)
         done = flops(plain)
     bench.switched()
     ours = bench.time("vision, 1 picture", lambda: backbone.encode_images(prompt.images))
@@ -117,7 +117,7 @@ def generate_seconds(bench: Bench, prompts: list[Prompt]) -> Timing:
     backbone, sizes = bench.backbone(), bench.sizes
     with stock(backbone):
         run = generate(backbone, prompts, sizes.group, sizes.answer)
-        return bench.time(f"generate, {len(prompts)} x {sizes.group} x {sizes.answer}", run, stock=True)
+        return time_stock(bench, f"generate, {len(prompts)} x {sizes.group} x {sizes.answer}", run)
 
 
 def rollout_timing(bench: Bench, prompts: list[Prompt]) -> Timing:

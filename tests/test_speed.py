@@ -157,6 +157,18 @@ def test_sets_of_options_and_their_changes() -> None:
         parse_options("fast:decode=warp", CPU)
 
 
+def test_readouts_of_a_release_count_once() -> None:
+    """One completion measured: a replay of 1 s, eight latent steps of 2 s, four readouts of 3 s."""
+    assert speed_baseline.repeated(1 + 8 * 2 + 4 * 3, 4 * 3, 8) == 8 * (1 + 8 * 2) + 4 * 3
+
+
+def test_cudnn_attention_comes_back_as_it_was() -> None:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    with speed_baseline.cudnn_attention(not before):
+        assert torch.backends.cuda.cudnn_sdp_enabled() is not before
+    assert torch.backends.cuda.cudnn_sdp_enabled() is before
+
+
 def test_options_are_in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients_module, "LEAST", 0)
     made = bench(tmp_path)
@@ -274,7 +286,8 @@ def test_the_whole_script_runs_on_a_tiny_model(tmp_path: Path) -> None:
     paper, release = (found[f"train_part_ratio_{kind}"]["inputs"] for kind in ("paper", "release"))
     answers = 4
     assert paper["passes"] == SMALL.group + SMALL.latents + answers and paper["multiplied_by"] == 1
-    assert release["passes"] == SMALL.group * (1 + SMALL.latents + answers) and release["multiplied_by"] == SMALL.group
+    assert release["passes"] == SMALL.group * (1 + SMALL.latents) + answers and release["multiplied_by"] == SMALL.group
+    assert found["prefill_matmul_fraction"]["inputs"]["tokens"] == pytest.approx(SMALL.visual + SMALL.text, abs=12)
     assert paper["matmul_fraction"] > 0 and found["vision_ratio"]["inputs"]["commit"] == "0123456789ab"
     assert found["decode_bandwidth_fraction"]["inputs"]["counts"]["eager"] > 0
     parts = found["rl_step_seconds"]["inputs"]["parts"]
