@@ -78,8 +78,9 @@ def test_uniform_attention_has_no_enrichment(fresh: Any, tmp_path: Path) -> None
     assert whole and found >= 2
 
 
-def test_planted_attention_has_its_exact_ratio() -> None:
-    """One picture, each box by itself, two pictures, tiles with a thumbnail that looks the other way."""
+def test_attention_written_by_hand_has_its_exact_ratio() -> None:
+    """One picture, each box by itself, two pictures, tiles with a thumbnail that looks the other way. No model:
+    `test_planted_latents` has latents that copy a token."""
     box = Box(0, (0.25, 0.25, 0.75, 0.5))  # tokens 5 and 6
     a_LN = torch.full((2, 16), 0.01, dtype=torch.float64)
     a_LN[0, 5], a_LN[0, 6] = 0.2, 0.1

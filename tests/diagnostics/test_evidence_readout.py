@@ -89,8 +89,9 @@ def test_which_box_belongs_to_which_latent() -> None:
     assert boxes_of(loose, "own", 2) is None and boxes_of(single, "next", 2) is None
 
 
-def test_a_latent_that_copies_a_cell_has_the_exact_ratio_there() -> None:
-    """z_t puts half of its attention on cell t + 1 of a trail, the rest evenly."""
+def test_attention_written_by_hand_has_the_exact_ratio_of_its_cells() -> None:
+    """z_t puts half of its attention on cell t + 1 of a trail, the rest evenly. No model: `test_planted_latents` has
+    latents that copy a token."""
     a_LKN = torch.full((2, K, 16), 0.5 / 15, dtype=torch.float64)
     for t, token in enumerate((1, 5, 5)):
         a_LKN[:, t, token] = 0.5
