@@ -22,6 +22,7 @@ from realvr.data.sample import Box
 from realvr.diagnostics.base import Samples, Shown, Skip
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.similarity import Similarity, SimilaritySettings
+from realvr.diagnostics.similarity_states import tasks
 from realvr.diagnostics.states import StateFiles
 from realvr.evaluation.model_responder import ModelResponder
 from realvr.latent.sampling import Sampling
@@ -147,6 +148,22 @@ def test_normalisations_are_those_of_direct_linear_algebra(tmp_path: Path) -> No
     assert summary["same_task"]["mean"] > summary["different_task"]["mean"] and summary["tasks"] == 2
     raw, minus = summary["adjacent"]["raw"], summary["minus_ordinary"]["raw"]["mean"]
     assert minus == pytest.approx(raw["latents"]["mean"] - raw["ordinary"]["mean"])
+
+
+def test_cosines_between_questions_have_intervals_as_wide_as_new_questions_would_vary(tmp_path: Path) -> None:
+    """Thirty samples of one population of two tasks. A question is a partner of all others: resampling the means of
+    single questions with their partners fixed would give half of the width."""
+    rng, found = np.random.default_rng(5), []
+    names = {f"q{n}": "even" if n % 2 == 0 else "odd" for n in range(30)}
+    for number in range(30):
+        z = rng.normal(size=(30, 2, 4)) + np.array([2.0, 0, 0, 0])
+        files = StateFiles(tmp_path / str(number))
+        files.write(0, list(names), {}, {"latents": list(z.astype(np.float32))})
+        found.append(tasks(files, names) | {"all": tasks(files, dict.fromkeys(names, ""))["same_task"]})
+    for key in ("same_task", "different_task", "all"):
+        width = np.mean([one[key]["high"] - one[key]["low"] for one in found]) / (2 * 1.96)
+        assert width == pytest.approx(np.std([one[key]["mean"] for one in found]), rel=0.3), key
+        assert found[0][key]["pairs"] == 30
 
 
 def test_fewer_questions_than_dimensions_are_said_with_the_shrinkage(tmp_path: Path) -> None:

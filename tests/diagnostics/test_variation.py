@@ -36,12 +36,12 @@ def _no_graph() -> Iterator[None]:
         yield
 
 
-def planted(folder: Path, z: np.ndarray, pictures: list[str]) -> dict[str, Any]:
+def planted(folder: Path, z: np.ndarray, pictures: list[str], batch: int = 4) -> dict[str, Any]:
     """The summary of states that are known: (n, K, D) of examples that show these pictures."""
     files, ids = StateFiles(folder / "variation-states"), [f"q{n}" for n in range(len(z))]
     rows = unit(np.concatenate([z, z.mean(1, keepdims=True)], axis=1)).astype(np.float16)
-    for place in range(0, len(z), 4):
-        files.write(place, ids[place : place + 4], {"units": rows[place : place + 4]})
+    for place in range(0, len(z), batch):
+        files.write(place, ids[place : place + batch], {"units": rows[place : place + batch]})
     diagnostic = Variation()
     facts = zip(ids, pictures, strict=True)
     records = [{"id": name, "latents": z.shape[1], "picture": picture, "error": None} for name, picture in facts]
@@ -82,10 +82,58 @@ def test_groups_by_picture_against_loops_over_pairs(tmp_path: Path) -> None:
     assert found["questions"]["count"] == 2 and found["examples"]["count"] == 7
 
 
+PICTURES = [str(n) for n in range(30)]
+
+
+def drawn(rng: np.random.Generator, spread: list[float], count: int = 30) -> np.ndarray:
+    """Latents about a common direction, as far from it as each position's spread says."""
+    return np.array([2.0, 0, 0, 0]) + np.array(spread)[:, None] * rng.normal(size=(count, len(spread), 4))
+
+
+@pytest.mark.parametrize("questions", [1, 2])
+def test_intervals_are_as_wide_as_new_data_would_vary(tmp_path: Path, questions: int) -> None:
+    """Thirty samples of one population; with two questions on each picture that hardly differ, there are half as many
+    values. Row means with their partners fixed would give half of the width."""
+    rng, found = np.random.default_rng(7), []
+    for number in range(30):
+        z = drawn(rng, [0.5, 1.0, 2.0]).repeat(questions, axis=0) + 0.01 * rng.normal(size=(30 * questions, 3, 4))
+        pictures = [str(n // questions) for n in range(len(z))]
+        found.append(planted(tmp_path / str(number), z, pictures, 99)["examples"])
+    assert found[0]["count"] == found[0]["gap"]["pairs"] == 30 * questions and found[0]["top"] == 3
+
+    def close(numbers: list[dict[str, Any]]) -> None:
+        width = np.mean([one["high"] - one["low"] for one in numbers]) / (2 * 1.96)
+        assert width == pytest.approx(np.std([one["mean"] for one in numbers]), rel=0.25)
+
+    for t in range(3):
+        close([one["positions"][t] for one in found])
+    close([one["all"] for one in found])
+    close([one["gap"] for one in found])
+
+
 def test_the_gap_of_equal_positions_is_chance(tmp_path: Path) -> None:
-    z = np.random.default_rng(4).normal(size=(60, 8, 6)) + 1
-    found = planted(tmp_path, z, [str(n) for n in range(60)])["examples"]
-    assert found["gap"]["mean"] == pytest.approx(found["chance"], abs=0.06) and found["gap"]["mean"] < 0.12
+    """Positions that differ in nothing have a gap by noise alone, and the chance gap is of its size: over many samples
+    of them the means agree. One position that varies more is far above it."""
+    rng, gaps, chances = np.random.default_rng(4), [], []
+    for number in range(40):
+        found = planted(tmp_path / f"equal{number}", drawn(rng, [1.0] * 6), PICTURES, 99)["examples"]
+        gaps.append(found["gap"]["mean"])
+        chances.append(found["chance"])
+    assert 0.01 < np.mean(chances) < 0.1
+    assert np.mean(chances) == pytest.approx(np.mean(gaps), rel=0.1)
+    found = planted(tmp_path / "one", drawn(rng, [1.0] * 5 + [2.0]), PICTURES)["examples"]
+    assert found["top"] == 6 and found["gap"]["low"] > 2 * found["chance"]
+
+
+def test_the_chance_gap_across_questions_shuffles_pictures(tmp_path: Path) -> None:
+    """Two questions on each picture, latent 1 the same in both: 0 and 1 in one order or the other, 20 times."""
+    z = np.zeros((40, 2, 40))
+    z[:, 0, 0] = 1
+    z[np.arange(40), 1, np.arange(40)] = 1
+    found = planted(tmp_path, z, [str(n // 2) for n in range(40)])["questions"]
+    assert found["gap"]["mean"] == pytest.approx(0.5, abs=1e-3) and found["count"] == 20
+    coins = np.random.default_rng(0).binomial(20, 0.5, 100_000) / 20
+    assert found["chance"] == pytest.approx(np.abs(coins - 0.5).mean(), abs=0.03)  # 0.088
 
 
 def test_one_picture_and_one_latent(tmp_path: Path) -> None:
@@ -134,8 +182,8 @@ def test_questions_on_one_picture_from_the_command(
     small = backbone.save(tmp_path / "small")
     first, second = world_samples(1)[:2]
     asked = replace(first.turns[0], text="Is there anything blue?")
-    data: list[Sample] = [first, replace(first, id="other question", turns=[asked], pair=None), second]
-    write(iter(data), "jsonl", tmp_path / "data.jsonl")
+    data: list[Sample] = [first, replace(first, id="other question", turns=[asked]), second]
+    write((replace(sample, pair=None) for sample in data), "jsonl", tmp_path / "data.jsonl")
     args = ["diagnose", "variation", str(small), str(tmp_path / "data.jsonl"), "--out", str(tmp_path / "out")]
     assert main([*args, "--batch", "2", "--device", DEVICE]) == 0
     found = Variation.read(tmp_path / "out")

@@ -53,13 +53,13 @@ def mean(values: Sequence[float]) -> dict[str, Any]:
     if not values:
         return {"mean": None, "low": None, "high": None, "pairs": 0}
     array = np.asarray(values, dtype=np.float64)
-    low, high = interval(_resampled(array, np.random.default_rng(_SEED)))
+    low, high = interval(resampled(array, np.random.default_rng(_SEED)))
     return {"mean": float(array.mean()), "low": low, "high": high, "pairs": len(array)}
 
 
-def _resampled(array: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:
-    """Means (R,) of draws with replacement."""
-    several = max(1, 2**22 // len(array))  # resamples drawn at once: 32 MB of indices
+def resampled(array: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:
+    """Means (R, …) of draws with replacement from (n, …)."""
+    several = max(1, 2**22 // array.size)  # resamples drawn at once: 32 MB of numbers
     sizes = [min(several, RESAMPLES - start) for start in range(0, RESAMPLES, several)]
     return np.concatenate([array[rng.integers(0, len(array), (size, len(array)))].mean(1) for size in sizes])
 
@@ -70,7 +70,7 @@ def difference(first: Sequence[float], second: Sequence[float]) -> dict[str, Any
     if not first or not second:
         return {"mean": None, "low": None, "high": None, "pairs": len(first) + len(second)}
     rng, groups = np.random.default_rng(_SEED), [np.asarray(group, dtype=np.float64) for group in (first, second)]
-    low, high = interval(_resampled(groups[0], rng) - _resampled(groups[1], rng))
+    low, high = interval(resampled(groups[0], rng) - resampled(groups[1], rng))
     between = float(groups[0].mean() - groups[1].mean())
     return {"mean": between, "low": low, "high": high, "pairs": len(first) + len(second)}
 

@@ -24,7 +24,8 @@ makes the regression a ridge regression; the summary states the amount. ``--shri
 not say what it did with 697 questions of width 3,584.
 
 *Same task*, *different task*: the cosine of the mean latent of a question with those of all other questions of its task
-(``--by``), and of other tasks. The mean over questions of the mean over partners; intervals resample questions.
+(``--by``), and of other tasks. The mean over questions of the mean over partners; intervals resample questions, each as
+one of a pair and as the other (`realvr.maths.pairs`).
 
 The length of the trajectory is K of the run (``--latents 16``), or with ``--latents evidence`` the number of visual
 tokens inside the evidence boxes of each question (``--length evidence``), as a span of Stage 1 has.

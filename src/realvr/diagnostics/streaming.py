@@ -4,7 +4,7 @@ alive, whatever the number of rows. Torch is imported when something is computed
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from realvr.diagnostics.states import StateFiles
 
@@ -63,25 +63,38 @@ def amount_of(found: Moments, count: int, asked: float | None) -> float:
 def to_others(
     rows: Callable[[], Iterable[tuple[str, Tensor]]], groups: Mapping[str, str]
 ) -> dict[str, dict[str, float]]:
-    """For every sample the mean cosine of its vector (D,) to those of all others of its group (``same``) and of other
-    groups (``different``), where there are any. ``rows`` is gone through twice; what is alive is a sum for each group,
-    not the n x n cosines."""
-    from realvr.maths.evidence import unit
+    """The mean cosine of a vector (D,) to all others of its group (``same``) and to those of other groups
+    (``different``), as a share for each sample that has such others: their mean is that of the cosine over samples, and
+    resampling them gives its interval (`realvr.maths.pairs`). ``rows`` is gone through twice; what is alive is a sum
+    for each group, not the n x n cosines."""
+    import numpy as np
 
-    sums: dict[str, Any] = {}
+    from realvr.maths.pairs import Floats, OtherGroups, same_shares
+    from realvr.maths.variation import unit
+
+    sums: dict[str, Floats] = {}
     sizes: dict[str, int] = {}
     for name, vector_D in rows():
         group = groups[name]
-        sums[group] = sums.get(group, 0) + unit(vector_D)
+        sums[group] = sums.get(group, np.zeros(())) + unit(vector_D.numpy())
         sizes[group] = sizes.get(group, 0) + 1
-    whole, count = sum(sums.values()), sum(sizes.values())
-    found: dict[str, dict[str, float]] = {}
+    others = OtherGroups(sum(sizes.values()))
+    for group, sum_D in sums.items() if len(sums) > 1 else ():
+        others.add(sum_D, sizes[group])
+    near: dict[str, dict[str, float]] = {}
+    far: dict[str, float] = {}
     for name, vector_D in rows():
-        group, direction = groups[name], unit(vector_D)
-        own, every = float(direction @ sums[group]), float(direction @ whole)
-        found[name] = {}
+        group, direction_D = groups[name], unit(vector_D.numpy())
         if sizes[group] > 1:
-            found[name]["same"] = (own - float(direction @ direction)) / (sizes[group] - 1)
-        if count > sizes[group]:
-            found[name]["different"] = (every - own) / (count - sizes[group])
+            own = float(direction_D @ sums[group]) - float(direction_D @ direction_D)
+            near.setdefault(group, {})[name] = own / (sizes[group] - 1)
+        if len(sums) > 1:
+            far[name] = float(others.shares(direction_D[None], sums[group], sizes[group])[0])
+    found: dict[str, dict[str, float]] = {name: {} for name in groups}
+    for members in near.values():
+        shares = same_shares(np.array(list(members.values())))
+        for name, share in zip(members, shares.tolist(), strict=True):
+            found[name]["same"] = share
+    for name, share in zip(far, others.settled(np.array(list(far.values()))).tolist(), strict=True) if far else ():
+        found[name]["different"] = share
     return found

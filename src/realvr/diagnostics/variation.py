@@ -4,22 +4,23 @@ question on one picture?
 The paper draws two maps and a "top-token variation gap" and states no formula; all of these are ours
 (`realvr.maths.variation`). With u = z / |z|:
 
-* ``examples``: V_t, the mean cosine distance of z_t between two examples with different pictures. One value for each
-  example (its mean distance to the others), averaged;
+* ``examples``: V_t, the mean cosine distance of z_t between two examples with different pictures: the mean over
+  examples of the mean distance to the others;
 * ``questions``: the same between two questions on one picture. One value for each picture that has at least two,
   averaged over pictures. Data without such a picture has none, and the panel says so;
 * ``pooled``: the same of the mean over the K latents, in which changes of a few latents may drown;
-* ``gap``: max_t V_t - mean_t V_t, with a bootstrap over examples (pictures). A maximum is never below the mean, so
-  noise alone makes a gap: ``chance`` is the gap after the positions of every example are shuffled on their own
-  (mean of `SHUFFLES` shuffles, seeded). With K = 1 there is no gap.
+* ``gap``: max_t V_t - mean_t V_t, with a bootstrap over pictures. A maximum is never below the mean, so noise alone
+  makes a gap: ``chance`` is the gap after the positions of every picture are shuffled on their own, alike for all its
+  questions (mean of `SHUFFLES` shuffles, seeded). With K = 1 there is no gap.
 
-Pictures are the same where their pixels are. Intervals resample examples (pictures) and hold the others fixed.
+Pictures are the same where their pixels are. Intervals resample pictures with all their questions. Across examples a
+picture counts as one of each pair and as the other (`realvr.maths.pairs`).
 Unit vectors are kept in ``variation-states`` as float16 (rounding of 5e-4) and summed in float64, one file at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NotRequired
 
@@ -31,10 +32,11 @@ from realvr.diagnostics import results as shapes
 from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.data import picture_key
 from realvr.diagnostics.model import Model
-from realvr.diagnostics.numbers import RESAMPLES, mean
+from realvr.diagnostics.numbers import mean, resampled
 from realvr.diagnostics.states import Rows, StateFiles
 from realvr.evaluation.statistics import interval
-from realvr.maths.variation import distances, gaps, unit, within
+from realvr.maths.pairs import OtherGroups
+from realvr.maths.variation import gaps, unit, within
 from realvr.runs.journal import Record
 from realvr.widgets import Cell, Table, Text, Widget, average
 
@@ -139,9 +141,13 @@ class Variation(Diagnostic[VariationSettings]):
     @override
     def extend(self, summary: OwnSummary, others: Mapping[str, Any], folder: Path) -> OwnSummary:
         files, latents = StateFiles(folder / f"{self.name}-states"), summary["latents"]
-        across, same = _across(files, self._pictures), _same(files, self._pictures)
-        found = {"examples": across, "questions": same}
-        return summary | {name: _part(rows, latents, self.settings.seed) for name, rows in found.items()}
+        own, chance = _across(files, self._pictures, latents, self.settings.seed)
+        same = _same(files, self._pictures)
+        count = summary["examples_read"] if len(own) else 0
+        return summary | {
+            "examples": _part(own, latents, count, chance),
+            "questions": _part(same, latents, len(same), _shuffled(same[:, :latents], self.settings.seed)),
+        }
 
     @override
     def notes(self, records: Sequence[Record], summary: OwnSummary, count: int) -> list[str]:
@@ -170,7 +176,7 @@ class Variation(Diagnostic[VariationSettings]):
                 rows.append([one.name, words, str(found["count"]), *cells, chance, top])
         header = ["arm", "variation", "n", "mean over positions", "of the mean latent", "top-token gap", "chance gap"]
         header.append("most varying latent")
-        note = "n: examples, or pictures with at least two questions. Intervals resample them."
+        note = "n: examples, or pictures with at least two questions. Intervals resample pictures."
         told: list[Widget] = [
             Text(f"{one.name}: no two questions share a picture, so there is no variation across questions.")
             for one in results
@@ -247,21 +253,22 @@ def _gaps(ax: Any, results: Sequence[Shown]) -> None:  # noqa: ANN401  # matplot
 # ---------------------------------------------------------------------- from the files
 
 
-def _across(files: StateFiles, pictures: Mapping[str, list[str]]) -> Rows:
-    """(n, K + 1): mean distance of each example to those with other pictures; empty where all show one picture."""
-    ids = [one for group in pictures.values() for one in group]
+def _across(files: StateFiles, pictures: Mapping[str, list[str]], latents: int, seed: int) -> tuple[Rows, float]:
+    """(pictures, K + 1): values whose mean is V_t and whose resampling is that of pictures; and the gap of shuffled
+    positions. Empty where all examples show one picture."""
     if len(pictures) < 2:
-        return np.zeros((0, 0))
-    total: Rows = np.zeros(())
-    for _, rows in files.batches(ids, _UNITS):
-        total = total + rows.astype(np.float64).sum(0)
-    single = [group[0] for group in pictures.values() if len(group) == 1]
-    found = [distances(u, total - u, len(ids) - 1) for u in _read(files, single)]
-    for group in pictures.values():
-        if len(group) > 1:
-            u = files.rows(group, _UNITS).astype(np.float64)
-            found.append(distances(u, total - u.sum(0), len(ids) - len(group)))
-    return np.concatenate(found)
+        return np.zeros((0, latents + 1)), 0.0
+    count, rng = sum(map(len, pictures.values())), np.random.default_rng([seed, 1])
+    found, shuffled = OtherGroups(count), OtherGroups(count)
+    for units in _by_picture(files, pictures):
+        total = units.sum(0)
+        found.add(total, len(units))
+        shuffled.add(np.stack([total[rng.permutation(latents)] for _ in range(SHUFFLES)]), len(units))
+    sums, sizes = [], []
+    for units in _by_picture(files, pictures):
+        sums.append(found.shares(units, units.sum(0), len(units)).sum(0))
+        sizes.append(len(units))
+    return 1 - found.settled(np.stack(sums), np.array(sizes)), float(gaps(1 - shuffled.mean).mean())
 
 
 def _same(files: StateFiles, pictures: Mapping[str, list[str]]) -> Rows:
@@ -271,33 +278,44 @@ def _same(files: StateFiles, pictures: Mapping[str, list[str]]) -> Rows:
     return np.stack(rows) if rows else np.zeros((0, 0))
 
 
-def _read(files: StateFiles, ids: Sequence[str]) -> Iterable[Rows]:
-    for _, rows in files.batches(ids, _UNITS):
-        yield rows.astype(np.float64)
+def _by_picture(files: StateFiles, pictures: Mapping[str, list[str]]) -> Iterator[Rows]:
+    """Unit vectors (questions, K + 1, D) of one picture after the other; one file is alive at a time."""
+    single = [group[0] for group in pictures.values() if len(group) == 1]
+    for _, rows in files.batches(single, _UNITS):
+        yield from rows.astype(np.float64)[:, None]
+    for group in pictures.values():
+        if len(group) > 1:
+            yield files.rows(group, _UNITS).astype(np.float64)
 
 
-def _part(rows: Rows, latents: int, seed: int) -> dict[str, Any]:
-    """Numbers of (n, K + 1) distances, the last column that of the mean latent."""
-    own = rows[:, :latents] if len(rows) else np.zeros((0, latents))
+def _part(rows: Rows, latents: int, count: int, chance: float) -> dict[str, Any]:
+    """Numbers of (n, K + 1) distances, the last column that of the mean latent; ``count`` is what n stands for."""
+    own = rows[:, :latents]
     several = bool(len(own)) and latents > 1
+
+    def counted(values: Rows) -> dict[str, Any]:
+        return mean(values.tolist()) | {"pairs": count}
+
     return {
-        "count": len(own),
-        "positions": [mean(own[:, t].tolist()) for t in range(latents)] if len(own) else [],
-        "all": mean(own.mean(1).tolist() if len(own) else []),
-        "pooled": mean(rows[:, latents].tolist() if len(own) else []),
-        "gap": _gap(own) if several else mean([]),
-        "chance": _chance(own, seed) if several else None,
+        "count": count,
+        "positions": [counted(own[:, t]) for t in range(latents)] if len(own) else [],
+        "all": counted(own.mean(1)) if len(own) else mean([]),
+        "pooled": counted(rows[:, latents]) if len(own) else mean([]),
+        "gap": _gap(own, count) if several else mean([]),
+        "chance": chance if several else None,
         "top": int(own.mean(0).argmax()) + 1 if several else None,
     }
 
 
-def _gap(own: Rows) -> dict[str, Any]:
-    rng = np.random.default_rng(0)
-    drawn = np.stack([own[rng.integers(0, len(own), len(own))].mean(0) for _ in range(RESAMPLES)])
+def _gap(own: Rows, count: int) -> dict[str, Any]:
+    drawn = resampled(own.astype(np.float64), np.random.default_rng(0))
     low, high = interval(gaps(drawn).astype(np.float64))
-    return {"mean": float(gaps(own.mean(0))), "low": low, "high": high, "pairs": len(own)}
+    return {"mean": float(gaps(own.mean(0))), "low": low, "high": high, "pairs": count}
 
 
-def _chance(own: Rows, seed: int) -> float:
+def _shuffled(own: Rows, seed: int) -> float:
+    """The gap after the positions of each row are shuffled on their own."""
+    if not own.size:
+        return 0.0
     rng = np.random.default_rng([seed, 1])
     return float(np.mean([gaps(rng.permuted(own, axis=1).mean(0)) for _ in range(SHUFFLES)]))
