@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from realvr.backbone import Backbone
 from realvr.backbone.samples import conversation
@@ -17,13 +18,19 @@ from realvr.data.reading import read
 from realvr.data.sample import Sample
 from realvr.diagnostics import DiagnoseSettings, diagnose
 from realvr.diagnostics.base import Samples, Shown
+from realvr.diagnostics.cases import case_ids
+from realvr.diagnostics.measuring import looking
 from realvr.diagnostics.measuring.attributing import attribute_whole
 from realvr.diagnostics.model import Model
-from realvr.diagnostics.saliency import Saliency
+from realvr.diagnostics.run import measure_all
+from realvr.diagnostics.saliency import CASES, Saliency
 from realvr.diagnostics.saliency_maps import values
+from realvr.diagnostics.suite import Suite, run_suite
 from realvr.evaluation.model_responder import ModelResponder
+from realvr.imaging.types import Grid
 from realvr.latent.group_rollout import rollout
 from realvr.latent.sampling import Sampling
+from realvr.runs.journal import Journal
 from realvr.widgets import tables_of
 from realvr.widgets.browser import Bars, Facts, Matrix, Overlay
 from realvr.widgets.figures import rendered
@@ -122,7 +129,9 @@ def test_the_first_questions_are_the_cases_and_their_maps_are_the_scores(run: An
     overlays = {one.name: one for one in panel.parts if isinstance(one, Overlay)}
     assert list(overlays) == ["saliency", "attention"]
     keys = [(one.query, one.layer) for one in overlays["saliency"].maps]
-    layers = list(range(backbone.layers))
+    layers = list(range(1, backbone.layers + 1))
+    other = looking.maps(torch.zeros(backbone.layers, 6), [Grid(2, 3)])
+    assert [one["layer"] for one in other] == ["mean", *layers], "overlays of all diagnostics number layers alike"
     assert keys == [("answer", layer) for layer in ("mean", *layers)] + [(t, "mean") for t in (1, 2, 3)]
     grids = {(one.query, one.layer): np.array(one.grids[0]) for one in overlays["attention"].maps}
     by_layer = np.mean([grids["answer", layer] for layer in layers], axis=0)
@@ -195,6 +204,54 @@ def test_a_picture_that_cannot_be_read_is_left_out(run: Any, tmp_path: Path) -> 
     asked = list(read(data, options=ReadOptions(check_images="none", broken_images="keep")))
     found = Saliency().summarise(list(Saliency().measure(model, Samples(asked))))
     assert found["unread"] >= 1 and found["questions"] == len(asked) - found["unread"]
+
+
+@pytest.mark.parametrize("latents", [2, 0])
+def test_cases_are_the_first_questions_whatever_the_case_browser_asks_for(
+    latents: int, tmp_path: Path, build_tiny: Callable[[str], Path]
+) -> None:
+    """The browser's cases differ from model to model, and a model without a span has none."""
+    backbone = Backbone.load(build_tiny("qwen2.5-vl"), device="cpu")
+    model = Model(ModelResponder(backbone, Sampling(temperature=0.0, max_new=2)), latents)
+    asked = list(samples(Recipe("validation", seed=1, count=15, size=(48, 48))))
+    names = [sample.id for sample in asked]
+    shown = {names[1], names[13]} if latents else None
+    diagnostic, journal = (
+        Saliency.configure({"pair_tokens": 0}),
+        Journal(tmp_path / "saliency.jsonl", lambda r: r["id"]),
+    )
+    measure_all(diagnostic, model, asked, journal, 5, detailed=shown)
+    records = journal.records
+    scored = [record["id"] for record in records if "saliency" in record]
+    detail = [record["id"] for record in records if record.get("detail")]
+    assert detail == [name for name in scored if name in {*names[:12], *(shown or ())}] and len(detail) > 6
+    found = diagnostic.summarise(records)
+    assert [case["id"] for case in found["cases"]] == [name for name in scored if name in names[:12]]
+    assert found["rule"].startswith("The first 12 questions of the run") and names[13] in (detail if latents else names)
+
+
+@pytest.mark.slow  # twelve cases of two models are drawn
+def test_a_suite_with_the_case_browser_draws_the_same_questions_for_both_models(
+    tmp_path: Path, build_tiny: Callable[[str], Path]
+) -> None:
+    spanned = Backbone.load(build_tiny("qwen2.5-vl"), device="cpu")
+    spanned.latents = 2
+    paths = [str(spanned.save(tmp_path / "span")), str(build_tiny("qwen2.5-vl"))]
+    data = tmp_path / "samples.jsonl"
+    write(samples(Recipe("validation", seed=1, count=15, size=(48, 48))), "jsonl", data)
+    settings = DiagnoseSettings(paths[0], data, tmp_path / "out", limit=15, device="cpu", max_new=2)
+    chosen = {"cases": {"cases": 14, "examine": 15, "steered": 0}, "saliency": {"pair_tokens": 0}}
+    suite = Suite(settings, ("cases", "saliency"), (paths[1],), chosen)
+    overview = run_suite(suite)
+    assert overview is not None
+    assert [one["status"] for one in overview["tests"]["cases"].values()] == ["measured", "skipped"]
+    first = [sample.id for sample in read(data)][:CASES]
+    assert case_ids(json.loads((tmp_path / "out" / "span" / "cases.json").read_text())) - set(first)
+    for folder in suite.folders.values():
+        found = json.loads((folder / "saliency.json").read_text())
+        records = [json.loads(line) for line in (folder / "saliency.jsonl").read_text().splitlines()]
+        scored = {record["id"] for record in records if "saliency" in record}
+        assert [case["id"] for case in found["cases"]] == [name for name in first if name in scored]
 
 
 # ---------------------------------------------------------------------- summaries and figures, by hand

@@ -134,7 +134,9 @@ class Saliency(Diagnostic[SaliencySettings]):
     def measure(self, model: Model, samples: Samples) -> Iterable[Record]:
         from realvr.diagnostics.measuring.saliency import measure_saliency
 
-        return measure_saliency(model, list(samples), samples.detailed, self.settings.policy, self.settings.pair_tokens)
+        first = {sample.id for sample in samples[: max(0, CASES - samples.place)]}
+        how = self.settings.policy, self.settings.pair_tokens
+        return measure_saliency(model, list(samples), first, samples.detailed, *how)
 
     # ------------------------------------------------------------------ numbers
 
@@ -142,7 +144,8 @@ class Saliency(Diagnostic[SaliencySettings]):
     def summarise(self, records: Sequence[Record]) -> dict[str, Any]:
         read = [record for record in records if record.get("error") is None]
         scored = [record for record in read if "saliency" in record]
-        detailed = [record for record in scored if record.get("detail")][:CASES]
+        # The case browser may have asked for detail of others, which differ from model to model.
+        detailed = [record for record in scored if record.get("detail") and record.get("first", True)][:CASES]
         chosen = {"all": scored}
         chosen |= {name: [one for one in scored if one["correct"] == (name == "correct")] for name in OUTCOMES[1:]}
         wrong = sum(not record["correct"] for record in detailed)
@@ -154,8 +157,9 @@ class Saliency(Diagnostic[SaliencySettings]):
             "without_slope": sum(record["saliency"]["total"] == 0 for record in scored),
             "without_boxes": sum(record["area"] is None for record in scored),
             "groups": {name: _group(some) for name, some in chosen.items()},
-            "rule": f"The first {len(detailed)} questions of the run, in the order of the data, alike for every model "
-            f"and whatever the answers are; {wrong} of these answers are wrong.",
+            "rule": f"The first {min(CASES, len(records))} questions of the run, in the order of the data, alike for "
+            f"every model and whatever the answers are. {len(detailed)} of them have saliency, and {wrong} of these "
+            "answers are wrong.",
             "cases": [_case(record) for record in detailed],
         }
 

@@ -3,7 +3,7 @@ answer lie, and for some samples the maps themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,9 +56,9 @@ def layout(prompt: Prompt, image_T: Tensor, latents: int, total: int) -> Layout:
 
 
 def measure_saliency(
-    model: Model, samples: Sequence[Sample], detailed: frozenset[str], policy: str, pair_tokens: int
+    model: Model, samples: Sequence[Sample], first: Set[str], detailed: Set[str], policy: str, pair_tokens: int
 ) -> Iterator[Record]:
-    """Records of one batch."""
+    """Records of one batch. ``first`` holds the ids of its samples that are among the first of the run."""
     reading = model.read(samples)
     yield from ({"id": sample.id, "error": error} for sample, error in reading.errors)
     answers = answer(model.backbone, reading, model.sampling, model.latents, policy)
@@ -78,8 +78,8 @@ def measure_saliency(
         if found is not None and row in places:
             case = _Case(model.backbone, sample, reading, row, said, found, places[row])
             record |= case.numbers()
-            if sample.id in detailed:
-                record["detail"] = case.detail(pair_tokens)
+            if sample.id in first | detailed:
+                record |= {"first": sample.id in first, "detail": case.detail(pair_tokens)}
         yield record
 
 
@@ -182,10 +182,10 @@ class _Case:
         }
 
     def _maps(self, kind: str, whole: Whole | None) -> list[dict[str, Any]]:
-        """Levels over every picture: of the answer in each layer and their mean, of each latent the mean."""
+        """Levels over every picture: of the answer in each layer (from 1) and their mean, of each latent the mean."""
         layers: dict[int, Tensor] = getattr(self.found, kind)
         rows: list[tuple[int | str, int | str, Tensor]] = [("answer", "mean", self.scores[kind])]
-        rows += [("answer", layer, layers[layer][self.place].cpu()) for layer in sorted(layers)]
+        rows += [("answer", layer + 1, layers[layer][self.place].cpu()) for layer in sorted(layers)]
         if whole is not None:
             padding = self.layout.groups.count("")
             matrix = getattr(whole, kind).cpu()
