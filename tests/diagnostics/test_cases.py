@@ -287,6 +287,20 @@ def test_a_run_that_was_killed_goes_on_to_the_same_page(tiny: Path, data: Path, 
             assert [one["step"] for one in view["steered"]] == ([2, 3] if number < 2 else [])
 
 
+def test_a_span_of_one_latent_has_cases(tiny: Path, data: Path, tmp_path: Path) -> None:
+    """The usual steps are beyond it; the only one can be moved."""
+    run = DiagnoseSettings(str(tiny), data, tmp_path / "out", latents=1, device="cpu", max_new=3)
+    found = diagnose([Cases.configure({"examine": 1, "cases": 2, "steered": 1})], run)["cases"]
+    for number, case in enumerate(found["cases"]):
+        for view in case["views"]:
+            assert len(view["walk"]["cells"]) == len(view["swaps"]) == 1
+            assert [one["step"] for one in view["steered"]] == ([1] if number < 1 else [])
+            assert all(len(walk["cells"]) == 1 for one in view["steered"] for walk in one["walks"])
+    assert len(found["cases"]) == 2
+    with pytest.raises(UserError, match="--at is 3, but the span has K = 1 latents"):
+        diagnose([Cases.configure({"at": "3"})], replace(run, out=tmp_path / "other"))
+
+
 def test_what_cannot_be_done_is_refused(data: Path, tmp_path: Path) -> None:
     def run(values: dict[str, Any], path: Path = data, model: str = "mini") -> None:
         diagnose([Cases.configure(values)], DiagnoseSettings(model, path, tmp_path / "out", device="cpu"))

@@ -57,6 +57,9 @@ class CasesFile(TypedDict):
     settings: NotRequired[results.Settings]
 
 
+USUAL_STEPS = "2,4,6"
+
+
 class CasesSettings(AnswerSettings):
     """How many cases, and what is computed for them."""
 
@@ -69,8 +72,9 @@ class CasesSettings(AnswerSettings):
     by: str = Field(default="arrows", description="Tag over whose values cases are spread.")
     steered: int = Field(default=3, ge=0, description="How many cases, the first, a reader can steer.")
     at: str = Field(
-        default="2,4,6",
-        description="Steps whose latent can be moved, separated by commas; those beyond K are left out.",
+        default=USUAL_STEPS,
+        description="Steps whose latent can be moved, separated by commas; those beyond K are left out. By default "
+        "the only one of K = 1.",
     )
     rows: int = Field(
         default=64, ge=1, description="Spans decoded together; each holds a copy of its prompt's keys and values."
@@ -173,6 +177,8 @@ class Cases(Diagnostic[CasesSettings]):
     @override
     def settle(self, model: Model) -> None:
         self._steps = [step for step in parse_steps(self.settings.at, "--at") if step <= model.latents]
+        if not self._steps and self.settings.at == USUAL_STEPS:  # K = 1: nobody asked for later ones
+            self._steps = [1]
         if self.settings.steered and not self._steps:
             raise UserError(
                 f"--at is {self.settings.at}, but the span has K = {model.latents} latents: name smaller steps, "
