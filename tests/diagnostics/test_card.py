@@ -59,6 +59,7 @@ def walk() -> dict[str, Any]:
         **{name: mean(0.9, 0.85, 0.95) for name in names},
     }
     numbers |= {"chance": mean(0.1, 0.1, 0.1), "chance_evidence": mean(0.1, 0.1, 0.1)}
+    numbers["evidence_above_chance"] = mean(0.8, 0.75, 0.85)
     return numbers | {"latents": 4, "by": "arrows", "longer": 0, "steps": [], "groups": {}}
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -125,19 +126,18 @@ def test_four_constructed_models_land_in_the_four_classes(blind: bool, turned: b
 def summaries(
     changed: int = 30, of: int = 40, asked: int | None = None, above: Any = (0.5, 0.4, 0.6)
 ) -> dict[str, Any]:
-    """As the diagnostics would write them: so many changed answers, and so much above a chance of 0.2."""
+    """As the diagnostics would write them: so many changed answers, and so much above chance."""
     another = {
         "condition": "another",
         "questions": of if asked is None else asked,
         "changed": rate(changed, of),
         "difference": {"mean": -0.5, "low": -0.6, "high": -0.4, "pairs": of},
     }
-    mean, low, high = (None if value is None else 0.2 + value for value in above)
+    mean, low, high = above
     return {
         "controls": {"conditions": [another]},
         "walk": {
-            "evidence": {"mean": mean, "low": low, "high": high, "pairs": 40 if mean is not None else 0},
-            "chance_evidence": {"mean": 0.2, "low": 0.2, "high": 0.2, "pairs": 40},
+            "evidence_above_chance": {"mean": mean, "low": low, "high": high, "pairs": 40 if mean is not None else 0},
         },
     }
 
@@ -155,6 +155,39 @@ def test_the_whole_interval_must_be_on_one_side() -> None:
     assert verdict(summaries(changed=0, above=(0.0, -0.1, below))).label == "unused"
     wilson = rate(100, 500)
     assert wilson["low"] > CHANGED and verdict(summaries(changed=100, of=500)).used.holds is True
+
+
+def test_grounded_has_the_interval_of_the_differences() -> None:
+    """Where boxes are large latents are in them more often, by chance as much as by the model: 30 points everywhere."""
+    shares = [0.4 + 0.1 * (number % 6) for number in range(QUESTIONS)]
+    records = [_walked(number, share, share - 0.3) for number, share in enumerate(shares)]
+    walk = Walk().summarise(records)
+    assert walk["evidence"]["high"] - walk["evidence"]["low"] > 0.1, "questions differ"
+    half = verdict({"walk": walk}).grounded
+    assert (half.value, half.low, half.high) == pytest.approx((0.3, 0.3, 0.3)) and half.n == QUESTIONS
+    # And the other way round: latents are in boxes alike, chance is not.
+    walk = Walk().summarise([_walked(number, 0.5, 0.7 * (number % 2)) for number in range(QUESTIONS)])
+    assert walk["evidence"]["low"] == walk["evidence"]["high"] == 0.5
+    half = verdict({"walk": walk}).grounded
+    rng = np.random.default_rng(7)
+    drawn = [np.mean(rng.choice([0.5, -0.2], QUESTIONS)) for _ in range(4000)]
+    assert half.value == pytest.approx(0.15) and half.holds is None
+    assert (half.low, half.high) == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.03)
+
+
+def _walked(number: int, share: float, chance: float) -> dict[str, Any]:
+    """A record of ten latents."""
+    inside = [place < round(10 * share) for place in range(10)]
+    lists = dict.fromkeys(("chance", "cosine", "nearest_cosine", "thumbnail"), [0.0] * 10)
+    about = {"id": str(number), "latents": 10, "group": "", "boxes": 1, "error": None}
+    return about | lists | {"inside": inside, "evidence": inside, "chance_evidence": chance}
+
+
+def test_a_walk_of_an_earlier_version_decides_nothing_and_says_so() -> None:
+    earlier = summaries() | {"walk": {"evidence": {"mean": 0.9, "low": 0.8, "high": 1.0, "pairs": 40}}}
+    found = verdict(earlier)
+    assert found.label == "not decided" and found.used.holds is True
+    assert "earlier version: run walk again" in found.sentence
 
 
 def with_sham(changed: int, of: int, another: int) -> dict[str, Any]:

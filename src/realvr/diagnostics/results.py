@@ -181,6 +181,8 @@ class WalkNumbers(TypedDict):
     evidence: Mean
     chance: Mean
     chance_evidence: Mean
+    evidence_above_chance: NotRequired[Mean]
+    """Of the differences, question by question; files of earlier versions do not have it."""
     cosine: Mean
     nearest_cosine: Mean
     thumbnail: Mean

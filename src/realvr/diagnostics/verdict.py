@@ -15,8 +15,9 @@ measured:
   equal, in bfloat16 some change. Where the interval of the sham's own share of changed answers reaches the threshold,
   rounding may be all there is, and nothing is called used. Whether accuracy falls is reported beside it: answers may
   follow the latents and be no better for it.
-* **Grounded** (`walk`): the share of latents whose nearest visual token (by cosine) lies in an evidence box, over the
-  share that a random visual token would reach. Any box counts at any step: order is what `walk` asks.
+* **Grounded** (`walk`): the share of latents whose nearest visual token (by cosine) lies in an evidence box, minus the
+  share that a random visual token would reach, question by question. Any box counts at any step: order is what `walk`
+  asks. Boxes differ in size, so chance does too: the interval is that of the differences.
 
 A threshold decides where the whole 95 % interval is on one side of it. Else, or where a number is missing, the verdict
 is "not decided", with the reason; what is known of the two halves is still there.
@@ -140,11 +141,13 @@ def _rounding(sham: Mapping[str, Any] | None) -> str:
 
 
 def _grounded(walk: Mapping[str, Any]) -> Half:
-    inside, chance = walk["evidence"], walk["chance_evidence"]["mean"]
-    if inside["mean"] is None or chance is None:
+    above = walk.get("evidence_above_chance")
+    if above is None:
+        why = "walk.json is of an earlier version: run walk again, it keeps its records"
+        return Half(None, threshold=ABOVE_CHANCE, reason=why)
+    if above["mean"] is None:
         return Half(None, threshold=ABOVE_CHANCE, reason="walk has no question with an evidence box")
-    mean, low, high = (inside[key] - chance for key in ("mean", "low", "high"))
-    return _decide(mean, low, high, ABOVE_CHANCE, inside["pairs"])
+    return _decide(above["mean"], above["low"], above["high"], ABOVE_CHANCE, above["pairs"])
 
 
 def _decide(value: float | None, low: float | None, high: float | None, threshold: float, n: int) -> Half:

@@ -171,6 +171,11 @@ def _numbers(records: Sequence[Record]) -> dict[str, Any]:
         return mean([math.fsum(values) / len(values) for values in chosen if values])
 
     whole = [all(record["inside"]) for record in records]
+    above = [
+        math.fsum(record["evidence"]) / len(record["evidence"]) - record["chance_evidence"]
+        for record in records
+        if record["evidence"]
+    ]
     return {
         "questions": len(records),
         "inside": over("inside"),
@@ -180,6 +185,7 @@ def _numbers(records: Sequence[Record]) -> dict[str, Any]:
         "evidence": over("evidence"),
         "chance": over("chance"),
         "chance_evidence": mean([record["chance_evidence"] for record in records]),
+        "evidence_above_chance": mean(above),
         "cosine": over("cosine"),
         "nearest_cosine": over("nearest_cosine"),
         "thumbnail": over("thumbnail"),
