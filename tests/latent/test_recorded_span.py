@@ -20,7 +20,7 @@ import reference
 from helpers import DEVICE, ask
 from pair import exact_pair, gradients, relative
 from realvr.backbone import Backbone, Batch, Turn
-from realvr.latent import prefill, score, splice
+from realvr.latent import prefill, room, score, splice
 from realvr.latent.recorded_span import RecordedSpan
 from realvr.latent.recurrence import regenerate
 from realvr.training import gradients as deferring
@@ -247,7 +247,7 @@ def test_what_was_recorded_with_other_modules_is_dropped(load: Loaded) -> None:
     check(backbone, batch_of(backbone), 2, recorded)
     check(backbone, batch_of(backbone), 1, recorded)
     check(backbone, batch_of(backbone), 2, recorded)
-    assert recorded.counts == {"recorded": 5, "replayed": 5}
+    assert recorded.counts == {"recorded": 5, "replayed": 5, "dropped": 2}
 
 
 def test_the_plain_way_with_a_notice(load: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,3 +282,74 @@ def test_the_plain_way_with_a_notice(load: Loaded, monkeypatch: pytest.MonkeyPat
         recorded = recorder(backbone)
         regenerate(backbone, prompt, 2, recorded=recorded)
     assert not recorded.counts
+
+
+def test_no_memory_is_for_the_moment(load: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory runs out in a recording everything recorded goes, and the next span is tried again. What would not
+    fit is not tried at all; other shapes make room for it first."""
+    backbone = load("qwen2.5-vl")
+    batch, full = batch_of(backbone), False
+
+    def record(step: Any, reset: Any) -> Any:
+        if full:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return op_tape.record(step, reset)
+
+    recorded = RecordedSpan(backbone, columns=16, record=record)
+    check(backbone, batch, 2, recorded)
+    held = recorded.held_bytes
+    full = True
+    with pytest.warns(UserWarning, match="out of memory") as said:
+        for _ in range(2):
+            check(backbone, batch, 1, recorded)
+    full = False
+    assert len(said) == 1 and recorded.held_bytes == 0
+    assert recorded.counts == {"recorded": 1, "replayed": 1, "plain": 2, "dropped": 1}
+    check(backbone, batch, 1, recorded)
+    less = recorded.held_bytes
+    assert 0 < less < held  # fewer passes keep the keys and values
+    monkeypatch.setattr(room, "free_bytes", lambda *_: held - recorded.held_bytes)
+    check(backbone, batch, 2, recorded)
+    assert recorded.held_bytes == held and recorded.counts["dropped"] == 2
+    recorded.release()
+    assert recorded.held_bytes == 0
+    with pytest.warns(UserWarning, match="GiB are free"):
+        check(backbone, batch, 4, recorded)
+    assert recorded.counts["plain"] == 3 and recorded.held_bytes == 0
+
+
+def test_the_bytes_of_a_recording(load: Loaded) -> None:
+    """As its tensors are: the trunk once, and in the pool the joined keys and values of every pass."""
+    backbone = load("qwen2.5-vl")
+    recorded = recorder(backbone)
+    sizes: list[int] = []
+
+    class Saved(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self) -> None:
+            super().__init__(
+                lambda x: (sizes.append(x.numel() * x.element_size() * (x.ndim == 4 and x.shape[2] > columns)), x)[1],
+                lambda x: x,
+            )
+
+    prompt, _ = prefill(backbone, batch_of(backbone))
+    columns = -(-prompt.length // 16) * 16
+    check(backbone, batch_of(backbone), 3, recorded)
+    (each,) = recorded._recordings.values()
+    assert each.bytes == sum(x.numel() * x.element_size() for x in each.kv)
+    with Saved():
+        each._span()
+    trunk = each.bytes
+    assert sum(sizes) <= each.pool_bytes <= sum(sizes) + 3 * trunk
+
+
+def test_a_recording_that_computes_nothing_is_refused(load: Loaded) -> None:
+    backbone = load("qwen2.5-vl")
+
+    def nothing(step: Any, reset: Any) -> Any:
+        step()
+        return lambda: None
+
+    recorded = RecordedSpan(backbone, columns=16, record=nothing)
+    with pytest.warns(UserWarning, match="changed nothing"):
+        check(backbone, batch_of(backbone), 1, recorded)
+    assert recorded.counts == {"plain": 1}

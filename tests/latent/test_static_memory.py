@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+import op_tape
 from helpers import DEVICE, DTYPE, ask
 from realvr.backbone import Backbone, Turn
 from realvr.data.sample import Sample
 from realvr.evaluation.model_responder import ModelResponder
 from realvr.evaluation.responder import Plan, Request
-from realvr.latent import fast as fast_module
+from realvr.latent import graphs
+from realvr.latent import room as fast_room
+from realvr.latent.buffers import KINDS, PATIENCE
 from realvr.latent.fast import FastDecode
 from realvr.latent.group_rollout import rollout
-from realvr.latent.modes import FastMode, is_static
+from realvr.latent.modes import FastMode, bucket, is_static
 from realvr.latent.sampling import Sampling
 
 pytestmark = pytest.mark.skipif(torch.float32 != DTYPE, reason="half precision flips near ties")
@@ -56,10 +59,100 @@ def test_other_shapes_make_room(one: Backbone, monkeypatch: pytest.MonkeyPatch) 
     alone = small(one)
     ids(one, texts[1], fast=alone)
     fast = small(one)
-    monkeypatch.setattr(fast_module, "_free_bytes", lambda device: alone.held_bytes - fast.held_bytes)
+    monkeypatch.setattr(fast_room, "free_bytes", lambda *_: alone.held_bytes - fast.held_bytes)
     for text in texts:
         assert ids(one, text, fast=fast) == ids(one, text)
     assert fast.counts["dropped"] == 2 and not fast.counts["plain"]
+
+
+def test_larger_buffers_serve_once_all_places_are_taken(one: Backbone) -> None:
+    """Fewer prompts, shorter prompts and shorter texts in buffers with room to spare, on top of their leftovers."""
+    fast = small(one, shapes=1, recorded=True, record=op_tape.record)
+    texts = ("No, no, no, no, no", "Yes", "And why is that?")
+    ids(one, *texts, fast=fast)
+    for tensor in (x for trunk in fast._buffers.trunks.values() for pair in trunk.kv for x in pair):
+        tensor.fill_(torch.inf)
+    for fewer in (texts[1:], texts[:2], texts[::-1]):
+        assert ids(one, *fewer, fast=fast) == ids(one, *fewer)
+    assert fast.counts["recorded"] == 2 and not fast.counts["dropped"]
+    assert ids(one, "No", fast=fast) == ids(one, "No")  # a third of it would be used
+    assert fast.counts["recorded"] == 4 and fast.counts["dropped"] == 1
+    apart = small(one, shapes=2)
+    ids(one, *texts, fast=apart)
+    ids(one, *texts[1:], fast=apart)
+    assert len(apart._buffers.trunks) == 2  # as long as there is a place, each shape has its own
+
+
+def test_the_latents_of_fewer_prompts_in_larger_buffers(one: Backbone) -> None:
+    """Rows behind those of the state are nobody's: latents and state have the rows of the prompts."""
+    fast = small(one, shapes=1)
+    ids(one, "No", "Yes", fast=fast)
+    prompts = [one.prompt([Turn("user", "Yes")])]
+    ours, plain = (rollout(one, prompts, latents=2, sampling=GREEDY, fast=way) for way in (fast, None))
+    assert ours.latents_BKD.shape == plain.latents_BKD.shape == (1, 2, one.width)
+    assert torch.allclose(ours.latents_BKD, plain.latents_BKD, atol=1e-4)
+    assert len(fast._buffers.trunks) == 1 and not fast.counts["dropped"]
+
+
+def test_shapes_that_change_every_time(one: Backbone) -> None:
+    """Nothing is used again: after some of them no more buffers are made, said once and counted. What is there goes on
+    to be used, and that makes good for what was dropped."""
+    fast = small(one, columns=1, shapes=1)
+    texts = ["No " * 2**n + "so" for n in (0, 6)]
+    with pytest.warns(UserWarning, match="shapes change too often") as said:
+        for n in range(PATIENCE + 2):
+            assert ids(one, texts[n % 2], fast=fast) == ids(one, texts[n % 2])
+    assert len(said) == 1
+    assert fast.counts["dropped"] == PATIENCE and fast.counts["plain"] == 2
+    kept = fast.counts["eager"]
+    for _ in range(2):
+        ids(one, texts[0], fast=fast)
+    assert fast.counts["eager"] > kept and fast.counts["plain"] == 2
+    assert ids(one, texts[1], fast=fast) == ids(one, texts[1])
+    assert fast.counts["dropped"] == PATIENCE + 1  # another try
+
+
+def test_recorded_steps_are_bounded_and_counted(one: Backbone) -> None:
+    """By kind of sampling; branches of another number or size, too."""
+    fast = small(one, recorded=True, record=op_tape.record)
+    prompts = [one.prompt([Turn("user", "No")])]
+
+    def run(temperature: float, group: int = 1, max_new: int = 4) -> None:
+        sampling = Sampling(temperature=temperature, max_new=max_new, stop=None)
+        rollout(one, prompts, latents=0, sampling=sampling, fast=fast, group=group)
+
+    for number in range(KINDS + 2):
+        run(1 + number)
+    (branches,) = fast._buffers.branches.values()
+    assert len(branches.replays) == KINDS and fast.counts["dropped"] == 2
+    run(KINDS + 2)
+    assert fast.counts["recorded"] == KINDS + 2  # the newest are kept
+    run(1.0, group=2)
+    run(1.0, group=2, max_new=16)
+    run(1.0, group=2, max_new=9)  # half of them at least are used
+    assert fast.counts["dropped"] == 4 and [b.size for b in fast._buffers.branches.values()] == [16]
+
+
+def test_buckets() -> None:
+    """Multiples up to 16 of them, then eight sizes to a doubling."""
+    assert [bucket(n, 256) for n in (1, 256, 257, 4096, 4097, 8192, 8193)] == [256, 256, 512, 4096, 4608, 8192, 9216]
+    sizes = [bucket(n, 8) for n in range(1, 5000)]
+    assert sizes == sorted(sizes) and all(n <= size < max(1.125 * n, n + 8) for n, size in enumerate(sizes, 1))
+    assert len(set(sizes)) < 90
+
+
+def test_one_walk_a_rollout(one: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters make thousands of modules, and going through them takes the host's time."""
+    walks, plain = [], graphs.modules
+    monkeypatch.setattr(graphs, "modules", lambda backbone: walks.append(1) or plain(backbone))
+    fast = small(one, recorded=True, or_plain=True, record=op_tape.record)
+    for _ in range(2):
+        walks.clear()
+        ids(one, "No", fast=fast)
+    assert len(walks) == 1
+    walks.clear()
+    ModelResponder(one, GREEDY, fast=fast).reply([Request(Sample("x", [], [], ""), ask(0))], [Plan(2), Plan(0)])
+    assert len(walks) <= 1 + fast.counts["recorded"] - 2  # recording looks for rotary frequencies
 
 
 def test_who_has_buffers() -> None:
@@ -85,7 +178,7 @@ def test_prompts_move_where_there_is_memory(one: Backbone, monkeypatch: pytest.M
     lengths = sorted(len(completion.ids) for (completion,) in plain.completions)
     assert lengths[1] < lengths[3]  # half of them end before the last
     fast = small(one, compact=2)
-    monkeypatch.setattr(fast_module, "_free_bytes", lambda device: 1 << 40 if room or not fast.held_bytes else 0)
+    monkeypatch.setattr(fast_room, "free_bytes", lambda *_: 1 << 40 if room or not fast.held_bytes else 0)
     made = rollout(one, prompts, latents=0, sampling=limited, seed=3, fast=fast)
     assert [c.ids for (c,) in made.completions] == [c.ids for (c,) in plain.completions]
     assert (fast.counts["moved"] > 0) == room and not fast.counts["plain"]

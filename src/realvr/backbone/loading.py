@@ -67,10 +67,10 @@ def load(
     """Load a local directory, hub id or packaged name (`realvr.models`) that ``AutoModelForImageTextToText`` can load.
 
     ``dtype`` defaults to the checkpoint's own, for a packaged name to float32; ``device`` to the GPU where there is
-    one. ``latents`` overrides the checkpoint's K. ``min_tokens``/``max_tokens`` bound the visual tokens per image
-    (families with variable grids); ``tiles`` cuts large images into at most ``max_tiles`` tiles (InternVL). What is not
-    given is as in the checkpoint's training, or the family's own where it was not trained by us. Marker tokens are
-    added when the checkpoint has none.
+    one, and a GPU named by number becomes the current one. ``latents`` overrides the checkpoint's K.
+    ``min_tokens``/``max_tokens`` bound the visual tokens per image (families with variable grids); ``tiles`` cuts large
+    images into at most ``max_tiles`` tiles (InternVL). What is not given is as in the checkpoint's training, or the
+    family's own where it was not trained by us. Marker tokens are added when the checkpoint has none.
 
     ``announce`` hashes the weights and warns where they, K or a limit are not those that the checkpoint was saved with;
     further processes of the same run switch it off.
@@ -91,6 +91,8 @@ def load(
     if sharded:
         place = Spread.over_all_gpus(str(path))
     device, dtype = _device(device), _dtype(dtype)
+    if device.type == "cuda" and device.index is not None and place is None:
+        torch.cuda.set_device(device)  # what asks for no device, such as pinned memory, goes there too
     tokenizer = _load_tokenizer(source)
     known = _remembered(config, source)
     stored = _stored_limits(known, source)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import get_args
 
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from realvr.backbone.backbone import Backbone
 from realvr.errors import UserError, out_of_memory
-from realvr.latent import graphs
+from realvr.latent import graphs, room
+from realvr.latent.buffers import Buffers
 from realvr.latent.completions import Branch, Completion, finish, stop_test
 from realvr.latent.modes import COLUMNS, TOKENS, FastMode, is_static, round_up
 from realvr.latent.sampling import Sampling, draws, prompt_seeds
@@ -31,7 +33,11 @@ from realvr.latent.static import Branches, Chunk, Trunk, choose_next, decode_ste
 
 COUNTS = ("recorded", "replayed", "eager", "plain", "dropped", "moved")
 """What `FastDecode.counts` counts: steps recorded, replayed and run eagerly; spans and texts that went the plain way;
-shapes that were dropped; moves to smaller buffers."""
+buffers and recorded steps that were dropped for others; moves to smaller buffers."""
+
+
+class NoRoom(torch.OutOfMemoryError):
+    """There is no memory for static buffers, and a smaller group may do; see ``or_smaller`` of `FastDecode`."""
 
 
 def fast_decode(backbone: Backbone, mode: FastMode, *, sharded: bool = False) -> FastDecode | None:
@@ -39,7 +45,11 @@ def fast_decode(backbone: Backbone, mode: FastMode, *, sharded: bool = False) ->
     model on several devices."""
     if mode not in get_args(FastMode):
         raise UserError(f"fast_decode is '{mode}': choose one of {', '.join(get_args(FastMode))}")
-    if not is_static(mode, backbone.device.type, sharded=sharded or len(backbone.devices) > 1):
+    spread = len(backbone.devices)
+    if not is_static(mode, backbone.device.type, sharded=sharded or spread > 1):
+        if mode == "auto" and backbone.device.type == "cuda":
+            why = "parameters are sharded" if spread == 1 else f"the model lies on {spread} devices"
+            warnings.warn(f"fast decoding: {why}; texts are decoded in the plain way", stacklevel=1)
         return None
     return FastDecode(backbone, recorded=mode != "static", or_plain=mode == "auto")
 
@@ -57,6 +67,9 @@ class FastDecode:
     ``compact``: once half of the prompts have ended, the others move to buffers of half the rows, as long as there are
     at least so many rows; 0 never moves them. A step at real size reads weights more than anything else, and a new
     shape has to be recorded, so that few rows are not worth it.
+
+    ``or_smaller``: where there is no memory for the buffers of several prompts, raise `NoRoom` instead of going the
+    plain way. The caller then tries fewer prompts.
     """
 
     def __init__(
@@ -70,19 +83,20 @@ class FastDecode:
         shapes: int = 4,
         every: int | None = None,
         ahead: int | None = None,
-        compact: int = 16,
+        compact: int = 0,
         record: graphs.Record | None = None,
     ) -> None:
         self.backbone, self.recorded, self.or_plain = backbone, recorded, or_plain
-        self.columns, self.tokens, self.shapes, self.compact = columns, tokens, shapes, compact
+        self.tokens, self.compact, self.or_smaller = tokens, compact, False
         self.every = every or (2 if recorded else 1)
         self.ahead = (1 if recorded else 0) if ahead is None else ahead
         self.counts: Counter[str] = Counter()
         """See `COUNTS`."""
         self._record = record
         self._given = record is not None
-        self._trunks: dict[tuple[object, ...], Trunk] = {}
-        self._branches: dict[int, Branches] = {}
+        self._buffers = Buffers(columns, tokens, shapes, self.counts)
+        self._survey: graphs.Survey | None = None
+        self._settled = False
         self._fingerprint: tuple[object, ...] = ()
         self._forbidden = self._forbidden_host = torch.empty(0, dtype=torch.long)
         self._said: set[str] = set()
@@ -93,53 +107,56 @@ class FastDecode:
         """Whether ``new`` columns behind ``state``, of ``group`` branches each or in the trunk itself, can be run
         here. Otherwise a notice says why not."""
         reason = self._why_not(state, new, group, go_on, put)
+        if reason is None:
+            reason = self._buffers.no_room(state, new, group)
+            if reason is not None and self.or_smaller and state.rows > 1:
+                raise NoRoom(reason)
         if reason is not None:
-            self.counts["plain"] += 1
-            self._say(reason, "this part is decoded in the plain way")
+            self.plain(reason)
         return reason is None
 
+    def plain(self, reason: str) -> None:
+        """Count and say, once for each reason, that something is decoded in the plain way."""
+        self.counts["plain"] += 1
+        self._say(reason, "this part is decoded in the plain way")
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Inside, weights and modules stay as they are: they are looked at once."""
+        before, self._settled = self._settled, True
+        try:
+            yield
+        finally:
+            self._settled = before
+            if not before:
+                self._survey = None
+
+    def _look(self) -> graphs.Survey:
+        if self._survey is None or not self._settled:
+            self._survey = graphs.Survey.of(self.backbone)
+        return self._survey
+
     def _why_not(self, state: State, new: int, group: int, go_on: object, put: object) -> str | None:
-        devices = self.backbone.devices
         if go_on is not None:
             return "processes that share sharded parameters decode in step with each other"
         if put:
             return "latents are replaced by interventions"
         if torch.is_grad_enabled():
             return "gradients are asked for"
-        if len(devices) > 1:
-            return f"the model lies on {len(devices)} devices"
+        survey = self._look()
+        if len(survey.devices) > 1:
+            return f"the model lies on {len(survey.devices)} devices"
         if state.columns.segment is not None:
             return "the state ends in branches"
-        if self.recorded and not self._given and devices[0].type != "cuda":
-            return f"CUDA graphs need a CUDA device, and the model is on {devices[0].type}"
+        device = self.backbone.device.type
+        if self.recorded and not self._given and device != "cuda":
+            return f"CUDA graphs need a CUDA device, and the model is on {device}"
         if self.or_plain:
             length = state.length + round_up(new, self.tokens)
-            unable = (graphs.why_not_modules if self._given else graphs.why_not)(self.backbone, length)
+            unable = (graphs.why_not_modules if self._given else graphs.why_not)(self.backbone, length, survey)
             if unable is not None or not self.recorded:
                 return unable or "steps could not be recorded"
-        return self._no_room(state, new, group)
-
-    def _no_room(self, state: State, new: int, group: int) -> str | None:
-        """Why the buffers of this shape cannot be made; where memory is short, those of other shapes make room."""
-        trunk = round_up(state.length + (0 if group else new), self.columns)
-        needed, free = self._bytes(state, trunk, new, group), _free_bytes(state.next_B.device)
-        if free is not None and needed > free:
-            key = self._key(state, state.rows, trunk)
-            for other in [each for each in self._trunks if each != key]:
-                self._drop(other)
-            free = _free_bytes(state.next_B.device)
-        if free is not None and needed > free:
-            return f"static buffers need {needed / 2**30:.1f} GiB, and {max(free, 0) / 2**30:.1f} GiB are free"
-        return None
-
-    def _bytes(self, state: State, trunk: int, new: int, group: int) -> int:
-        """What the buffers of this shape take, less those that are there already."""
-        column = sum(x[:, :, :1].numel() * x.element_size() for pieces in state.kv for x in pieces[0])
-        there = self._trunks.get(self._key(state, state.rows, trunk))
-        own = self._branches.get(id(there))
-        held = 0 if there is None else trunk
-        held += 0 if own is None else own.group * own.size
-        return column * max(trunk + group * round_up(new, self.tokens) - held, 0)
+        return self._buffers.why_not(state, new, group)
 
     def _say(self, reason: str, instead: str) -> None:
         kind = re.sub(r"\d+(\.\d+)?", "", reason)  # once, whatever its numbers
@@ -153,7 +170,7 @@ class FastDecode:
     def think(self, state: State, latents: int) -> tuple[State, Tensor]:
         """`realvr.latent.span.think` without interventions: the state after the span and z (B, K, D)."""
         new = span_tokens(latents)
-        trunk = self._trunk(state, state.rows, round_up(state.length + new, self.columns))
+        trunk = self._buffers.trunk(state, state.length + new)
         trunk.load(state)
         start, end = (
             self.backbone.embed(torch.full_like(trunk.column, marker)).to(trunk.input_BD.dtype)
@@ -163,7 +180,7 @@ class FastDecode:
         self._feed(trunk, start, step)
         latents_z = []
         for _ in range(latents):
-            latents_z.append(trunk.last_BD.clone())
+            latents_z.append(trunk.last_BD[: state.rows].clone())
             self._feed(trunk, trunk.last_BD, step)
         self._feed(trunk, end, step)
         after = trunk.longer(state, new, self.backbone.windowed)
@@ -190,9 +207,10 @@ class FastDecode:
         rows = [[Branch(p, g, completions[p][g], limits[p]) for g in range(group)] for p in range(state.rows)]
         steps = max(limits, default=0)
         if steps > 0:
-            trunk = self._trunk(state, state.rows, round_up(state.length, self.columns))
+            trunk = self._buffers.trunk(state, state.length)
             trunk.load(state)
-            branches = self._own(trunk, group, round_up(steps, self.tokens))
+            branches = self._buffers.own(trunk, group, round_up(steps, self.tokens))
+            self._buffers.used(trunk)
             branches.begin(draws(prompt_seeds(seed, state.rows), group, steps), limits)
             self._generate(state, branches, rows, sampling)
         for row in completions:
@@ -242,8 +260,9 @@ class FastDecode:
             fewer = (fewer + 1) // 2
         if not live or fewer == held:
             return None
-        free = _free_bytes(branches.step.device)
-        return fewer if free is None or (branches.bytes + branches.trunk.bytes) * fewer // held <= free else None
+        needed = (branches.bytes + branches.trunk.bytes) * fewer // held
+        free = room.free_bytes(branches.step.device, needed)
+        return fewer if free is None or needed <= free else None
 
     def _moved(
         self, state: State, branches: Branches, rows: list[list[Branch]], place: dict[int, int], fewer: int
@@ -253,8 +272,9 @@ class FastDecode:
         live = [prompt for prompt, row in enumerate(rows) if row]
         kept = [place[prompt] for prompt in live]
         index = torch.tensor(kept + kept[:1] * (fewer - len(kept)), device=branches.step.device)
-        trunk = self._trunk(state, fewer, branches.trunk.columns)
-        own = self._own(trunk, branches.group, branches.size)
+        trunk = self._buffers.smaller(state, fewer, branches.trunk)
+        own = self._buffers.own(trunk, branches.group, branches.size)
+        self._buffers.used(trunk)
         trunk.take(branches.trunk, index)
         own.take(branches, index)
         self.counts["moved"] += 1
@@ -264,46 +284,20 @@ class FastDecode:
 
     def release(self) -> None:
         """Drop all buffers and recorded steps, to make room for training."""
-        self._trunks, self._branches, self._fingerprint = {}, {}, ()
+        self._buffers.release()
+        self._fingerprint = ()
 
     @property
     def held_bytes(self) -> int:
         """Size of the static buffers; what recorded steps need between their kernels comes on top."""
-        return sum(t.bytes for t in self._trunks.values()) + sum(b.bytes for b in self._branches.values())
-
-    def _key(self, state: State, rows: int, columns: int) -> tuple[object, ...]:
-        key, value = state.kv[0][0]
-        return rows, columns, len(state.kv), key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device
-
-    def _trunk(self, state: State, rows: int, columns: int) -> Trunk:
-        key = self._key(state, rows, columns)
-        trunk = self._trunks.pop(key, None) or Trunk(state, rows, columns)
-        self._trunks[key] = trunk  # the newest last
-        while len(self._trunks) > self.shapes:
-            self._drop(next(iter(self._trunks)))
-        return trunk
-
-    def _drop(self, key: tuple[object, ...]) -> None:
-        """The buffers of a shape, and what was recorded with them."""
-        self._branches.pop(id(self._trunks.pop(key)), None)
-        self.counts["dropped"] += 1
-
-    def _own(self, trunk: Trunk, group: int, size: int) -> Branches:
-        """The branches of a trunk; it has those of one shape at a time."""
-        kept = self._branches.get(id(trunk))
-        if kept is None or (kept.group, kept.size) != (group, size):
-            kept = None
-            self._branches.pop(id(trunk), None)  # before there are others
-            self._branches[id(trunk)] = kept = Branches(trunk, group, size)
-        return kept
+        return self._buffers.bytes
 
     def _forbidden_ids(self) -> Tensor:
         """On the device, in one place for as long as they are the same: recorded steps read them there."""
         ids = self.backbone.forbidden_ids()
         if self._forbidden.device != self.backbone.device or not torch.equal(ids, self._forbidden_host):
             self._forbidden_host, self._forbidden = ids, ids.to(self.backbone.device)
-            for branches in self._branches.values():
-                branches.replays.clear()
+            self._buffers.forget(latents=False)
         return self._forbidden
 
     def _latent_step(self, trunk: Trunk, longest: int) -> Callable[[], None]:
@@ -312,7 +306,7 @@ class FastDecode:
 
         recorded = self._records(longest)
         if recorded and trunk.replay is None:
-            trunk.replay = self._recorded(eager, trunk.changed)
+            trunk.replay = self._recorded(eager, trunk.changed, trunk.column)
         return self._counted(eager, trunk.replay if recorded else None)
 
     def _decode_step(
@@ -323,8 +317,10 @@ class FastDecode:
 
         kind = (sampling.temperature, sampling.top_p, sampling.top_k)
         recorded = self._records(longest)
-        if recorded and branches.replays.get(kind) is None:
-            branches.replays[kind] = self._recorded(eager, branches.changed)
+        if recorded:
+            if branches.replays.get(kind) is None:
+                branches.replays[kind] = self._recorded(eager, branches.changed, branches.step)
+            self._buffers.kept_kind(branches, kind)
         return self._counted(eager, branches.replays.get(kind) if recorded else None)
 
     def _counted(self, eager: Callable[[], None], replay: Callable[[], None] | None) -> Callable[[], None]:
@@ -338,25 +334,24 @@ class FastDecode:
         """Whether steps are recorded. What was recorded with other weights or modules is dropped."""
         if not self.recorded:
             return False
+        survey = self._look()
         if not self._given:
-            reason = graphs.why_not(self.backbone, longest)
+            reason = graphs.why_not(self.backbone, longest, survey)
             if reason is not None:
                 self._say(reason, "steps run one kernel at a time")
                 return False
-        now = graphs.fingerprint(self.backbone)
-        if now != self._fingerprint:
-            self._fingerprint = now
-            for trunk in self._trunks.values():
-                trunk.replay = None
-            for branches in self._branches.values():
-                branches.replays.clear()
+        if survey.fingerprint != self._fingerprint:
+            self._fingerprint = survey.fingerprint
+            self._buffers.forget()
         return True
 
-    def _recorded(self, step: Callable[[], None], changed: Sequence[Tensor]) -> Callable[[], None] | None:
+    def _recorded(
+        self, step: Callable[[], None], changed: Sequence[Tensor], counter: Tensor
+    ) -> Callable[[], None] | None:
         try:
-            self._record = self._record or graphs.CudaGraphs()
+            self._record = self._record or graphs.CudaGraphs(self.backbone.device)
             with graphs.still_frequencies(self.backbone):
-                replay = graphs.record_step(self._record, step, changed)
+                replay = graphs.record_step(self._record, step, changed, counter)
         except RuntimeError as error:  # a device or a kernel that cannot be recorded
             self.recorded = out_of_memory(error)  # which may be another time
             reason = str(error).strip().splitlines()
@@ -364,12 +359,3 @@ class FastDecode:
             return None
         self.counts["recorded"] += 1
         return replay
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    """Memory of a CUDA device that can still be allocated, with a tenth of it left alone; None elsewhere."""
-    if device.type != "cuda":
-        return None
-    free, _ = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(0.9 * (free + unused))

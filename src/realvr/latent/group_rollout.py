@@ -8,6 +8,7 @@ are held once and read once per step, not G times, and finished branches and pro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -80,8 +81,9 @@ def rollout(
         return Rollout([], torch.empty(0, count, backbone.width), sampling.policy_temperature)
     limits = [min(sampling.max_new, _room(backbone, prompt, count)) for prompt in prompts]
     state, _ = prefill(backbone, backbone.batch(prompts), visual)
-    state, z_BKD = free_span(backbone, state, count, interventions=interventions, go_on=go_on, fast=fast)
-    completions = decode(backbone, state, group, sampling, seed, limits, go_on, fast)
+    with nullcontext() if fast is None else fast.settled():
+        state, z_BKD = free_span(backbone, state, count, interventions=interventions, go_on=go_on, fast=fast)
+        completions = decode(backbone, state, group, sampling, seed, limits, go_on, fast)
     return Rollout(completions, z_BKD, sampling.policy_temperature)
 
 

@@ -8,7 +8,7 @@ FastMode = Literal["off", "static", "graph", "auto"]
 """``off``: tensors grow with every token. ``static``: fixed shapes. ``graph``: the same, as CUDA graphs. ``auto``:
 ``graph`` on a CUDA device where steps can be recorded, otherwise ``off``."""
 COLUMNS, TOKENS = 256, 64
-"""What lengths of prompts and completions are rounded up to in fixed shapes."""
+"""What lengths of prompts (`bucket`) and completions (`round_up`) are rounded up to in fixed shapes."""
 
 
 def is_static(mode: FastMode, device: str, *, sharded: bool = False, lockstep: bool = False) -> bool:
@@ -22,3 +22,10 @@ def is_static(mode: FastMode, device: str, *, sharded: bool = False, lockstep: b
 def round_up(value: int, multiple: int) -> int:
     """The next multiple."""
     return -(-value // multiple) * multiple
+
+
+def bucket(value: int, multiple: int) -> int:
+    """The size of a buffer for ``value`` columns: the next multiple; from 16 of them on the next of eight sizes between
+    two powers of 2, so that there are few and none is more than an eighth too large."""
+    coarser = max((value // multiple).bit_length() - 4, 0)
+    return round_up(value, multiple << coarser)

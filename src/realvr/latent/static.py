@@ -24,7 +24,8 @@ Replay = Callable[[], None]
 
 
 class Trunk:
-    """Keys and values of B prompts with room for ``columns`` columns, and where the next one is written."""
+    """Keys and values of B prompts with room for ``columns`` columns, and where the next one is written. Rows behind
+    those of a state are fillers: they see nothing but what they write themselves."""
 
     def __init__(self, like: State, rows: int, columns: int) -> None:
         device = like.next_B.device
@@ -42,6 +43,8 @@ class Trunk:
         self.last_BD = torch.zeros_like(self.input_BD)
         self.replay: Replay | None = None
         """The recorded latent step."""
+        self.uses = 0
+        """Batches of texts that were decoded behind it."""
 
     @property
     def bytes(self) -> int:
@@ -51,20 +54,22 @@ class Trunk:
     def load(self, state: State) -> None:
         """Take over a state. What was in the buffers before is cleared: a stale infinity times a weight of 0 is NaN."""
         _clear(self.kv)
-        start = 0
+        start, rows = 0, state.rows
         for piece in zip(*state.kv, strict=True):
             end = start + piece[0][0].shape[2]
-            room = [x[:, :, start:end] for pair in self.kv for x in pair]
+            room = [x[:rows, :, start:end] for pair in self.kv for x in pair]
             torch._foreach_copy_(room, [x for pair in piece for x in pair])
             start = end
         length, columns = state.length, state.columns
         self.visible_BT.zero_()
-        self.visible_BT[:, :length] = True if columns.real is None else columns.real
+        self.visible_BT[:rows, :length] = True if columns.real is None else columns.real
         if columns.window_position is not None:
-            self.place_BT[:, :length] = columns.window_position
+            self.place_BT[:rows, :length] = columns.window_position
         self.column.fill_(length)
-        self.position_B.copy_(state.next_B)
-        self.last_BD.copy_(state.last_BD)
+        self.position_B[rows:].zero_()
+        self.position_B[:rows].copy_(state.next_B)
+        self.last_BD[rows:].zero_()
+        self.last_BD[:rows].copy_(state.last_BD)
 
     def take(self, other: Trunk, index_B: Tensor) -> None:
         """Take over the rows ``index_B`` of a trunk with as many columns."""
@@ -83,16 +88,16 @@ class Trunk:
 
     def longer(self, before: State, new: int, windowed: bool) -> State:
         """The state after ``new`` more columns, in tensors of its own."""
-        length = before.length + new
+        length, rows = before.length + new, before.rows
         position = before.next_B[:, None] + torch.arange(new, device=before.next_B.device)
         fresh = Columns(new, window_position=position if windowed else None)
-        kv: list[Segments] = [((k[:, :, :length].clone(), v[:, :, :length].clone()),) for k, v in self.kv]
+        kv: list[Segments] = [((k[:rows, :, :length].clone(), v[:rows, :, :length].clone()),) for k, v in self.kv]
         return replace(
             before,
             kv=kv,
-            columns=join_columns(before.columns, fresh, before.rows, before.next_B.device),
-            next_B=self.position_B.clone(),
-            last_BD=self.last_BD.clone(),
+            columns=join_columns(before.columns, fresh, rows, before.next_B.device),
+            next_B=self.position_B[:rows].clone(),
+            last_BD=self.last_BD[:rows].clone(),
             image_BT=torch.nn.functional.pad(before.image_BT, (0, new)),
         )
 
@@ -129,9 +134,10 @@ class Branches:
         """Empty branches on the loaded trunk, with the random numbers of all their tokens."""
         _clear(self.kv)
         self.step.zero_()
-        device = self.step.device
-        self.uniform_BGS[..., : uniform_BGS.shape[2]].copy_(_sent(uniform_BGS, device))
-        self.last_B.copy_(self.trunk.position_B + _sent(torch.tensor(limits), device) - 1)
+        device, (rows, _, size) = self.step.device, uniform_BGS.shape
+        self.uniform_BGS[:rows, :, :size].copy_(_sent(uniform_BGS, device))
+        padded = torch.tensor([*limits, *[1] * (self.trunk.rows - rows)])
+        self.last_B.copy_(self.trunk.position_B + _sent(padded, device) - 1)
 
     def take(self, other: Branches, index_B: Tensor) -> None:
         """Take over the rows ``index_B`` of branches of the same size."""

@@ -1,0 +1,222 @@
+"""One shape of `realvr.latent.recorded_span`: static tensors, and a graph of the span forward and one backward.
+
+Weights whose gradients are deferred (`Deferred`) have none in the graph: the inputs and output gradients of all steps
+are static tensors, which are handed on after the backward graph. Other parameters are leaves of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from realvr.backbone.attention import Columns
+from realvr.backbone.backbone import Backbone
+from realvr.latent import graphs
+from realvr.latent.span import span_tokens, think
+from realvr.latent.state import State
+
+
+@runtime_checkable
+class Deferred(Protocol):
+    """A layer that hands on its gradients, as `realvr.training.gradients.DeferredLinear`: ``shared`` is what passes of
+    the outer graph have in common, and where they report; passes inside ``apart`` are collected as ``pairs``."""
+
+    def shared(self) -> Any:  # noqa: ANN401
+        """Of the graph that is being made."""
+        ...
+
+    def apart(self) -> AbstractContextManager[Any]:
+        """For passes that are recorded."""
+        ...
+
+
+def by_tensor(state: State) -> Iterator[tuple[Tensor, ...]]:
+    """The pieces of keys, then of values, of each layer."""
+    for pieces in state.kv:
+        yield from zip(*pieces, strict=True)
+
+
+def recording_bytes(like: State, columns: int, latents: int) -> tuple[int, int]:
+    """Bytes that the span behind a state takes once it is recorded, with a trunk of so many columns: of static tensors,
+    and of the memory pool. In there every pass keeps the joined keys and values, for the backward graph; beside them
+    are the trunk's gradients, twice while they are added up. Activations are small against that."""
+    column = sum(x[:, :, :1].numel() * x.element_size() for pieces in like.kv for x in pieces[0])
+    passes = latents + 1
+    return column * columns, column * ((passes + 2) * columns + passes * span_tokens(latents))
+
+
+class Recording:
+    """The static tensors of one shape, and the two graphs."""
+
+    def __init__(
+        self, backbone: Backbone, like: State, markers_B2D: Tensor, latents: int, columns: int, whole: bool
+    ) -> None:
+        rows, device = like.rows, like.next_B.device
+        self.bytes, self.pool_bytes = recording_bytes(like, columns, latents)
+        self.backbone, self.latents, self.whole = backbone, latents, whole
+        # Leaves. What is loaded later takes their place, so that everything here is as if it had been recorded with it.
+        self.kv = [
+            parts[0]
+            .new_zeros(rows, parts[0].shape[1], columns, parts[0].shape[3])
+            .requires_grad_(any(x.requires_grad for x in parts))
+            for parts in by_tensor(like)
+        ]
+        self.markers_B2D = torch.zeros_like(markers_B2D).requires_grad_(markers_B2D.requires_grad)
+        self.visible_BT = torch.zeros(rows, columns, dtype=torch.bool, device=device)
+        self.place_BT = torch.zeros(rows, columns, dtype=torch.long, device=device)
+        self.position_B = torch.zeros(rows, dtype=torch.long, device=device)
+        self.load(like, markers_B2D)
+        self.parameters: list[Tensor] = []
+        """Those with a gradient from the graph."""
+        self.layers: list[Deferred] = []
+        """Those that hand on theirs, each with its rows of inputs and output gradients in ``pairs``."""
+        self.pairs: list[tuple[Tensor, ...]] = []
+        self.values: list[Tensor] = []
+        """z, the last hidden state, keys and values of the span's columns."""
+        self.grads_in: dict[int, Tensor] = {}
+        """Gradients of those values that have one."""
+        self.grads_out: list[Tensor | None] = []
+        """Gradients of markers, trunk and parameters."""
+
+    @torch.no_grad()
+    def load(self, state: State, markers_B2D: Tensor) -> None:
+        """Take over a state. Columns behind it are cleared: a stale infinity times a weight of 0 is NaN."""
+        start, length, columns = 0, state.length, state.columns
+        for piece in zip(*state.kv, strict=True):
+            end = start + piece[0][0].shape[2]
+            torch._foreach_copy_([x[:, :, start:end] for x in self.kv], [x for pair in piece for x in pair])
+            start = end
+        if length < self.visible_BT.shape[1]:
+            torch._foreach_zero_([x[:, :, length:] for x in self.kv])
+        self.visible_BT.zero_()
+        self.visible_BT[:, :length] = True if columns.real is None else columns.real
+        if columns.window_position is not None:
+            self.place_BT[:, :length] = columns.window_position
+        self.position_B.copy_(state.next_B)
+        self.markers_B2D.copy_(markers_B2D)
+
+    def record(self, record: graphs.Record) -> None:
+        """Record both graphs over what is loaded."""
+        made: list[Tensor] = []
+        found: Sequence[Tensor | None] = []
+        kept: list[tuple[Tensor, ...]] = []
+
+        def forward() -> None:
+            nonlocal made
+            made = []  # with the graph of the run before: nodes of leaves belong to the stream they were made on
+            made = self._span()
+            self.values = [x.detach().contiguous() for x in made]
+
+        def backward() -> None:
+            nonlocal found
+            for _, apart in aparts:
+                apart.pairs.clear()
+            outputs = [made[i] for i in self.grads_in]
+            # Retained: warm-ups run before it is recorded.
+            found = torch.autograd.grad(
+                outputs, leaves, list(self.grads_in.values()), retain_graph=True, allow_unused=True
+            )
+            with torch.no_grad():  # inputs are in the graph, which must not outlive the recording
+                kept[:] = [tuple(map(torch.cat, zip(*apart.pairs, strict=True))) for _, apart in aparts]
+
+        with ExitStack() as stack:
+            stack.enter_context(graphs.still_frequencies(self.backbone))
+            aparts = [
+                (layer, stack.enter_context(layer.apart()))
+                for layer in self.backbone.decoder.modules()
+                if isinstance(layer, Deferred)
+            ]
+            aliases = stack.enter_context(_aliased(self.backbone))
+            self._forward = graphs.record_step(record, forward, [])
+            with torch.no_grad():
+                _check(self._forward, self.values[:1])  # a recording does not compute
+            wanted = len(made) if self.whole else 1
+            self.grads_in = {i: torch.zeros_like(self.values[i]) for i in range(wanted) if made[i].requires_grad}
+            inputs = [x for x in (self.markers_B2D, *self.kv) if x.requires_grad]
+            leaves = [*inputs, *(alias for _, alias in aliases), *(apart.weight for _, apart in aparts)]
+            self._backward = graphs.record_step(record, backward, [])
+            with torch.no_grad():
+                _check(self._backward, [x for x in (*found, *sum(kept, ())) if x is not None])
+        by_input = {id(x): grad for x, grad in zip(inputs, found, strict=False)}
+        of_aliases = found[len(inputs) : len(inputs) + len(aliases)]
+        used = [(p, grad) for (p, _), grad in zip(aliases, of_aliases, strict=True) if grad is not None]
+        self.parameters = [p for p, _ in used]
+        self.grads_out = [*(by_input.get(id(x)) for x in (self.markers_B2D, *self.kv)), *(grad for _, grad in used)]
+        self.layers = [layer for (layer, _), pair in zip(aparts, kept, strict=True) if pair]
+        self.pairs = [pair for pair in kept if pair]
+
+    def _span(self) -> list[Tensor]:
+        windowed = self.backbone.windowed
+        columns = self.visible_BT.shape[1]
+        state = State(
+            kv=[(pair,) for pair in zip(self.kv[::2], self.kv[1::2], strict=True)],
+            columns=Columns(columns, self.visible_BT, window_position=self.place_BT if windowed else None),
+            next_B=self.position_B,
+            last_BD=self.markers_B2D[:, 0],
+            image_BT=self.visible_BT,
+        )
+        with torch.enable_grad():
+            after, z_BKD = think(self.backbone, state, self.latents, markers_B2D=self.markers_B2D)
+            own = [x[:, :, columns:] for pieces in after.kv for x in pieces[0]]
+        return [z_BKD, after.last_BD, *own]
+
+    def forward(self) -> list[Tensor]:
+        """Replay; the values in tensors of their own."""
+        self._forward()
+        return _copies(self.values)
+
+    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Replay; the gradients of markers, trunk and parameters in tensors of their own. ``pairs`` are then valid."""
+        for i, room in self.grads_in.items():
+            grad = grads[i]
+            room.zero_() if grad is None else room.copy_(grad)
+        self._backward()
+        copies = iter(_copies([x for x in self.grads_out if x is not None]))
+        return [None if x is None else next(copies) for x in self.grads_out]
+
+
+def _check(replay: graphs.Replay, results: Sequence[Tensor]) -> None:
+    """Replay once, and refuse a recording that does not fill its results."""
+    for result in results[:1]:
+        result.detach().fill_(torch.nan)
+        replay()
+        if bool(result.isnan().all()):
+            raise RuntimeError("a replay changed nothing")
+
+
+def _copies(tensors: list[Tensor]) -> list[Tensor]:
+    found = [torch.empty_like(x) for x in tensors]
+    torch._foreach_copy_(found, tensors)
+    return found
+
+
+@contextmanager
+def _aliased(backbone: Backbone) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Every trained parameter of the decoder that is not deferred, with the leaf that stands for it inside.
+
+    The parameters themselves have nodes in the outer graph, on its stream; a recorded backward pass must not meet
+    them. Embeddings are made outside.
+    """
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    before: list[tuple[nn.Module, str, nn.Parameter]] = []
+    outside = backbone.core.get_input_embeddings()
+    try:
+        for module in backbone.decoder.modules():
+            if module is outside or isinstance(module, Deferred):
+                continue
+            for name, parameter in module._parameters.items():
+                if parameter is None or not parameter.requires_grad:
+                    continue
+                if id(parameter) not in made:
+                    made[id(parameter)] = parameter, parameter.detach().requires_grad_()
+                before.append((module, name, parameter))
+        for module, name, parameter in before:
+            module._parameters[name] = made[id(parameter)][1]  # type: ignore[assignment]
+        yield list(made.values())
+    finally:
+        for module, name, parameter in before:
+            module._parameters[name] = parameter
