@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from forked import Forked
 from realvr.backbone import Backbone
 from realvr.data import export
 from realvr.data.sample import Sample
+from realvr.runs.launching import held_port
 from realvr.training import loop
 from realvr.training.configuration import KINDS
 from realvr.training.engine import Engine, start_engine
@@ -29,6 +30,8 @@ from realvr.world.splits import Recipe, samples
 
 QUIET = {"tensorboard": False, "console": False, "parts_every": 0, "table_every": 0}
 LATENTS = 3
+HELD = ExitStack()
+"""Ports."""
 
 
 def world(count: int = 8, seed: int = 0, split: str = "train-boxes", size: int = 64) -> list[Sample]:
@@ -112,15 +115,17 @@ def config_file(raw: dict[str, Any], path: Path) -> Path:
     return path
 
 
+def own_port() -> str:
+    """A port that nobody else gets while this process lives."""
+    return str(HELD.enter_context(held_port()))
+
+
 def command(kind: str, config: Path, *flags: str, ranks: int = 1) -> list[str]:
     """Command line of a training process, or of a launcher of several."""
     launcher: list[str] = []
     if ranks > 1:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1"]
-        launcher += ["--master-port", port]
+        launcher += ["--master-port", own_port()]
     return [sys.executable, *launcher, str(Path(__file__).resolve()), kind, str(config), *flags]
 
 

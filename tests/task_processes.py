@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
+
+from stage_runs import own_port
 
 SCRIPT = Path(__file__).parent / "training_task.py"
 
@@ -17,11 +18,8 @@ def command(*launcher: str, **options: Any) -> list[str]:
 
 
 def two_ranks(**options: Any) -> list[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port")
-    return command(*launcher, str(port), **options)
+    return command(*launcher, own_port(), **options)
 
 
 def environment() -> dict[str, str]:

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
-from realvr.runs.launching import LOST, ProcessFailed, launch
+from realvr.runs.launching import LOST, ProcessFailed, held_port, launch
 
 RANK = "import os, signal, sys, time; rank = int(os.environ['RANK']); "
 SOURCE = str(Path(__file__).resolve().parents[2] / "src")
@@ -30,6 +31,15 @@ def test_every_process_has_a_number_and_the_first_one_talks(capfd: pytest.Captur
     assert launch(["-c", RANK + told], 3) == 0
     found = capfd.readouterr()
     assert found.out == "said 0\n" and found.err == "0 0 3\n"
+
+
+def test_the_port_of_the_meeting_is_taken_by_nobody_else(capfd: pytest.CaptureFixture[str]) -> None:
+    """Before the processes have come to listen there: it is refused to others, and torch can still take it."""
+    code, text = fails("import socket; socket.socket().bind(('', int(os.environ['MASTER_PORT'])))", capfd)
+    assert code == 1 and "Address already in use" in text
+    with held_port() as port:
+        TCPStore("127.0.0.1", port, 1, is_master=True).set("key", "value")
+        assert TCPStore("127.0.0.1", port, 1, is_master=True).port == port  # once more, as ranks that start again
 
 
 def test_a_killed_process_is_named_and_the_others_end(capfd: pytest.CaptureFixture[str]) -> None:

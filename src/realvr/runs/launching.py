@@ -59,9 +59,10 @@ def launch(
     with tempfile.TemporaryDirectory() as folder:
         files = [open(os.path.join(folder, str(rank)), "w+b") for rank in range(1, processes)]  # noqa: SIM115
         try:
-            running = _start(arguments, processes, files, forward)
-            with _forwarding(running) if forward else _ending(running) as signals:
-                code, failed = _wait(running, forward)
+            with held_port() as port:
+                running = _start(arguments, processes, files, forward, port)
+                with _forwarding(running) if forward else _ending(running) as signals:
+                    code, failed = _wait(running, forward)
             if signals and (code in _STOPPED or len(signals) > 1):
                 return INTERRUPTED
             if code:
@@ -73,12 +74,22 @@ def launch(
     return 0
 
 
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port of this machine that nobody else is given meanwhile, however long the processes take to get there.
+
+    It is bound here and nobody listens: a process that is told its number can, as torch does, bind it a second time
+    (SO_REUSEADDR) and listen.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
 def _start(
-    arguments: Sequence[str], processes: int, files: Sequence[IO[bytes]], apart: bool
+    arguments: Sequence[str], processes: int, files: Sequence[IO[bytes]], apart: bool, port: int
 ) -> list[subprocess.Popen[bytes]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}  # unless the user sets it
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
     shared = threads | os.environ | meeting | {"LOCAL_WORLD_SIZE": str(processes), _LAUNCHER: str(os.getpid())}

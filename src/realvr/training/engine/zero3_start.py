@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
 import warnings
 from datetime import timedelta
@@ -13,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from realvr.errors import UserError
+from realvr.runs.launching import held_port
 from realvr.training.engine.settings import ZeRO3Settings
 
 LAUNCHERS = ("ACCELERATE_DEEPSPEED_", "ACCELERATE_CONFIG_DS_FIELDS")
@@ -23,7 +23,13 @@ def start(cpu: bool, settings: ZeRO3Settings) -> Any:  # noqa: ANN401  (Accelera
     """Join the processes that the launcher has started; one process is a group of one."""
     os.environ["DS_ACCELERATOR"] = "cpu" if cpu else "cuda"  # otherwise it looks for devices, and warns without one
     if "LOCAL_RANK" not in os.environ:
-        os.environ |= _alone()
+        with held_port() as port:
+            os.environ |= _alone(port)
+            return _join(cpu, settings)
+    return _join(cpu, settings)
+
+
+def _join(cpu: bool, settings: ZeRO3Settings) -> Any:  # noqa: ANN401  (Accelerator)
     for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
         del os.environ[name]
     _quiet()
@@ -75,11 +81,8 @@ def _check(settings: ZeRO3Settings) -> None:
         raise UserError(f"engine zero3: zero_optimization.{first['loc'][0]}: {first['msg']} (DeepSpeed)") from error
 
 
-def _alone() -> dict[str, str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+def _alone(port: int) -> dict[str, str]:
+    return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def _quiet() -> None:
