@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,16 @@ import torch
 
 from pair_cases import world_samples
 from pair_reference import question
+from realvr.backbone import Backbone
+from realvr.cli import main
+from realvr.cli.diagnose import as_suite
+from realvr.data.sample import Box
 from realvr.diagnostics.base import Samples, Shown
 from realvr.diagnostics.model import Model
-from realvr.diagnostics.rank import Rank
+from realvr.diagnostics.rank import Rank, RankSettings
 from realvr.diagnostics.states import StateFiles
 from realvr.evaluation.model_responder import ModelResponder
+from stage_runs import with_markers, world, write
 
 K = 3
 
@@ -121,3 +127,77 @@ def test_few_rows_are_said_and_no_rows_are_no_cloud(tmp_path: Path) -> None:
     assert (
         nothing["clouds"] == {} and empty.figure([Shown("a", nothing)]) is None and empty.drawn([Shown("a", nothing)])
     )
+
+
+# ---------------------------------------------------------------------- how many vectors
+
+
+def test_visual_tokens_are_drawn_by_seed_and_question_alone(build_tiny: Any, tmp_path: Path) -> None:
+    """At most ``--visual`` of a question are written; whichever batch it is in, they are the same."""
+    samples = [sample for sample in world_samples(2) if sample.tags["view"] == "original"][:3]
+    model = Model(ModelResponder(Backbone.load(build_tiny("qwen2.5-vl"), dtype=torch.float32, device="cpu")), K)
+
+    def stored(name: str, batches: list[slice], **settings: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        rank, found = Rank(RankSettings(**settings)), []
+        files = StateFiles(tmp_path / name / "rank-states")
+        for batch in batches:
+            found += rank.measure(model, Samples(samples[batch], place=batch.start, states=files))
+        summary = rank.extend(rank.summarise(found), {}, tmp_path / name)
+        lines[name] = "\n".join(rank.notes(found, summary, len(samples)))
+        return dict(files.several([sample.id for sample in samples], "visual")), summary
+
+    lines: dict[str, str] = {}
+    whole, told = stored("whole", [slice(0, 3)], visual=0)
+    count = sum(map(len, whole.values()))
+    assert min(map(len, whole.values())) > 3 and told["visual"] == {"kept": count, "of": count}
+    few, told = stored("few", [slice(0, 3)], visual=3)
+    assert {len(rows) for rows in few.values()} == {3} and told["visual"] == {"kept": 9, "of": count}
+    assert told["clouds"]["visual"]["rows"] == 9 and f"9 of {count} visual tokens were drawn" in lines["few"]
+    assert "were drawn" not in lines["whole"] and "were drawn" in Rank().side_by_side([Shown("m", told)])
+    places = []
+    for name, rows in few.items():
+        own = [int(np.flatnonzero((np.abs(whole[name] - row) < 1e-5).all(1))[0]) for row in rows]
+        assert own == sorted(set(own))
+        places.append(own)
+    apart, _ = stored("apart", [slice(2, 3), slice(0, 2)], visual=3)
+    assert all(np.abs(apart[name] - rows).max() < 1e-5 for name, rows in few.items())
+    other, _ = stored("other", [slice(0, 3)], visual=3, seed=1)
+    assert any(np.abs(other[name] - rows).max() > 1e-3 for name, rows in few.items())
+
+
+def test_latents_evidence_gives_every_question_its_number(build_tiny: Any, tmp_path: Path) -> None:
+    samples = world(6)[:3]
+    boxes = [(0.0, 0.0, 1.0, 1.0), (0.1, 0.1, 0.4, 0.9)]
+    samples[:2] = [replace(one, boxes=[Box(0, box)]) for one, box in zip(samples, boxes, strict=False)]
+    samples[2] = replace(samples[2], boxes=[])
+    model, data = with_markers(build_tiny("qwen2.5-vl"), tmp_path / "model"), write(samples, tmp_path)
+    out = tmp_path / "out"
+    run = ["diagnose", str(model), "--data", str(data), "--out", str(out), "--device", "cpu", "--max-new", "4"]
+    assert main([*run, "--tests", "rank,similarity", "--latents=evidence"]) == 0
+    lengths = [json.loads(line)["latents"] for line in (out / "rank.jsonl").read_text().splitlines()]
+    assert lengths == [4, 2]  # of 2 x 2 visual tokens
+    clouds = json.loads((out / "rank.json").read_text())["clouds"]
+    assert clouds["latents"]["rows"] == 6 and clouds["mean"]["rows"] == clouds["last"]["rows"] == 2
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["walk", "mini", "DATA", "--latents", "evidence"],
+        ["mini", "--data", "DATA", "--tests", "walk,controls", "--latents=evidence"],
+    ],
+)
+def test_where_there_is_no_such_length_it_is_said(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", *args, "--out", "OUT"]) == 2
+    said = capsys.readouterr().err
+    assert "--latents evidence: only" in said and "similarity, rank take as many" in said and "walk" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "tests"),
+    [([], {"similarity", "rank"}), (["--tests", "all"], {"similarity", "rank"}), (["--tests=walk,rank"], {"rank"})],
+)
+def test_a_suite_sets_the_length_of_its_own_tests(words: list[str], tests: set[str]) -> None:
+    made = as_suite(["mini", *words, "--latents", "evidence"])
+    assert {word.partition(".")[0] for word in made if word.endswith(".length=evidence")} == tests
+    assert "--latents" not in made and as_suite(["mini", *words, "--latents", "4"])[-2:] == ["--latents", "4"]

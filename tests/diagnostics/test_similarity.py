@@ -197,9 +197,12 @@ def test_one_task_one_latent_and_nothing(tmp_path: Path) -> None:
 
 def test_the_figure_has_a_panel_for_each_model_and_two_more(tmp_path: Path) -> None:
     similarity, summary, _ = constructed(tmp_path, 12)
-    for count in (1, 3):
+    for count in (1, 3, 27):
         figure = similarity.figure([Shown(f"m{n}", summary, n) for n in range(count)])
         assert figure is not None and len(figure.axes) == count + 2 and all(ax.patches for ax in figure.axes)
+        titles = [(ax.get_title(loc="left") or ax.get_title()).partition(" ")[0] for ax in figure.axes]
+        assert titles[:2] == ["(a)", "(b)"] and len(set(titles)) == count + 2
+    assert titles[25:29] == ["(z)", "(aa)", "(ab)", "(ac)"]
 
 
 # ---------------------------------------------------------------------- as many latents as evidence tokens

@@ -213,27 +213,43 @@ def diagnose(args: Sequence[str]) -> int:
 
 def as_settings(kind: type[Diagnostic], args: Sequence[str]) -> list[str]:
     """``--latents evidence`` is the setting ``length`` of a diagnostic that has one; every other word stays."""
-    return _of_evidence(args, ["--length", "evidence"]) if _has_length(kind) else list(args)
+    return _of_evidence(args, [kind], lambda one: ["--length", "evidence"])
 
 
 def as_suite(args: Sequence[str]) -> list[str]:
-    """The same for several tests: ``--latents evidence`` sets ``length`` of those that have it."""
-    return _of_evidence(
-        args, [word for kind in DIAGNOSTICS if _has_length(kind) for word in ("--set", f"{kind.name}.length=evidence")]
-    )
+    """The same for several tests: ``--latents evidence`` sets ``length`` of those of ``--tests`` that have it."""
+    words = _split(args, "--tests")
+    named = [name for place, word in enumerate(words[:-1]) if word == "--tests" for name in words[place + 1].split(",")]
+    chosen = {name.strip() for name in named} or {ALL}
+    kinds = [kind for kind in DIAGNOSTICS if ALL in chosen or kind.name in chosen]
+    if len(kinds) < len(chosen):
+        return list(args)  # a name that there is not: the suite says so
+    return _of_evidence(args, kinds, lambda one: ["--set", f"{one.name}.length=evidence"])
+
+
+def _split(args: Sequence[str], option: str) -> list[str]:
+    """The words with ``OPTION=VALUE`` as two."""
+    return [part for word in args for part in (word.split("=", 1) if word.startswith(f"{option}=") else [word])]
+
+
+def _of_evidence(
+    args: Sequence[str], kinds: Sequence[type[Diagnostic]], setting: Callable[[type[Diagnostic]], list[str]]
+) -> list[str]:
+    """The words with a setting of each diagnostic that has such a length instead of ``--latents evidence``."""
+    found = _split(args, "--latents")
+    places = [place for place in range(len(found) - 1) if found[place : place + 2] == ["--latents", "evidence"]]
+    instead = [word for kind in kinds if _has_length(kind) for word in setting(kind)]
+    if places and not instead:
+        able = ", ".join(kind.name for kind in DIAGNOSTICS if _has_length(kind))
+        asked = ", ".join(kind.name for kind in kinds)
+        raise UserError(f"--latents evidence: only {able} take as many latents as evidence tokens, not {asked}")
+    for place in reversed(places):
+        found[place : place + 2] = instead
+    return found
 
 
 def _has_length(kind: type[Diagnostic]) -> bool:
     return "length" in kind.Settings.model_fields
-
-
-def _of_evidence(args: Sequence[str], instead: Sequence[str]) -> list[str]:
-    """The words with others instead of ``--latents evidence``."""
-    found = [part for word in args for part in (word.split("=", 1) if word.startswith("--latents=") else [word])]
-    for place in reversed(range(len(found) - 1)):
-        if found[place : place + 2] == ["--latents", "evidence"]:
-            found[place : place + 2] = instead
-    return found
 
 
 def is_suite(args: Sequence[str]) -> bool:

@@ -6,11 +6,16 @@ centred covariance give
 
     rank_p = the smallest r with l_1 + … + l_r >= p (l_1 + … + l_D),    PR = (sum l)^2 / sum l^2,
 
-with p = 0.90, 0.95, 0.99. A picture that several questions show counts once for each.
+with p = 0.90, 0.95, 0.99. A picture that several questions show counts once for each. Of a question with more than
+``--visual`` visual tokens (100) so many are taken, drawn without replacement by (``--seed``, sample id) alone; the
+summary says how many of how many. Each question then weighs the same in their cloud, whatever the size of its pictures.
 
 Vectors are written batch by batch to ``rank-states``; the covariance is added up from these files in float64, so memory
-is D x D and one batch, whatever the number of rows. (The files take 4 D bytes per row: 2.9 GB for 200,000 visual tokens
-of width 3,584.)
+is D x D and one batch, whatever the number of rows. The files take 4 D bytes per row: 2.9 GB for the 200,000 visual
+tokens of 2,000 questions at width 3,584. (All 2,560 tokens of each picture would take 73 GB.)
+
+The length of the trajectory is K of the run, or with ``--latents evidence`` the number of visual tokens inside the
+evidence boxes of each question.
 
 A rank cannot exceed rows - 1. Where there are no more rows than dimensions, ``bound`` says how far it can go and a
 notice says so; the number then grows with the data. Drawing rows with replacement would repeat them and lower the rank,
@@ -24,11 +29,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NotRequired
 
+import numpy as np
+from pydantic import Field
 from typing_extensions import TypedDict, override
 
+from realvr.data.sample import Sample
 from realvr.diagnostics import results as shapes
-from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.lengths import EVIDENCE, LengthSettings, measured
 from realvr.diagnostics.model import Model
+from realvr.diagnostics.numbers import hashed
 from realvr.diagnostics.states import StateFiles
 from realvr.runs.journal import Record
 from realvr.widgets import DASH, Cell, Table, Widget
@@ -64,16 +74,36 @@ class Cloud(Numbers):
     """Number of directions, and their share of the variance."""
 
 
+class Drawn(TypedDict):
+    """Visual tokens that were taken, of all."""
+
+    kept: int
+    of: int
+
+
 class Summary(TypedDict):
     """``rank.json``."""
 
     questions: int
     clouds: dict[shapes.Text, Cloud]
+    visual: NotRequired[Drawn]
     errors: int
     settings: NotRequired[shapes.Settings]
 
 
-class Rank(Diagnostic[DiagnosticSettings]):
+class RankSettings(LengthSettings):
+    """Length of the trajectories, and how many visual tokens count."""
+
+    visual: int = Field(
+        default=100,
+        ge=0,
+        description="Visual tokens taken of each question, drawn at random where it has more; 0 takes all, which at 7B "
+        "writes up to 37 MB a question.",
+    )
+    seed: int = Field(default=0, description="Fixes which visual tokens these are.")
+
+
+class Rank(Diagnostic[RankSettings]):
     """Principal directions of visual tokens and latents."""
 
     name = "rank"
@@ -89,6 +119,7 @@ class Rank(Diagnostic[DiagnosticSettings]):
         "6, 56, 1.61 for their mean, 2, 3, 17, 1.35 for the last; on VISCOT 404, 675, 1641, 58.55; 51, 169, 909, 5.70; "
         "21, 65, 289, 4.70; 36, 111, 414, 5.66 (tab:diag-rank)"
     )
+    Settings = RankSettings
     shape = Summary
     batch = 16
     order = 720
@@ -97,26 +128,53 @@ class Rank(Diagnostic[DiagnosticSettings]):
     _computed: tuple[tuple[str, ...], dict[str, Any]] | None = None
 
     @override
+    def select(self, items: Sequence[Sample], data: Path) -> list[Sample]:
+        return measured(self.settings, items, data)
+
+    @override
     def measure(self, model: Model, samples: Samples) -> Iterable[Record]:
         import torch
 
-        reading = model.read(samples)
-        for sample, error in reading.errors:
+        from realvr.diagnostics.measuring.reading import read_samples
+        from realvr.diagnostics.measuring.similarity import lengths_of
+
+        lengths, errors = lengths_of(model, samples, self.settings.length == EVIDENCE)
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        for latents, own in lengths.items():
+            reading = read_samples(model.backbone, own, latents)
+            errors += reading.errors
+            for (sample, z_KD), images in zip(reading.spans(), reading.features(), strict=True):
+                found[sample.id] = torch.cat(images) if images else torch.empty(0, model.backbone.width), z_KD
+        for sample, error in errors:
             yield self.failed(sample, error)
-        spans = [latents_KD for _, latents_KD in reading.spans()]
-        none = torch.empty(0, model.backbone.width)
-        pictures = [torch.cat(images) if images else none for images in reading.features()]
-        clouds = {"visual": pictures, "latents": spans}
-        arrays = {name: [rows.float().cpu().numpy() for rows in found] for name, found in clouds.items()}
-        samples.keep([sample.id for sample in reading.samples], {}, arrays)
-        for sample, visual, latents in zip(reading.samples, pictures, spans, strict=True):
-            yield {"id": sample.id, "visual": len(visual), "latents": len(latents), "error": None}
+        ids = [sample.id for sample in samples if sample.id in found]
+        kept = {name: self._drawn(name, found[name][0]) for name in ids}
+        clouds = {"visual": list(kept.values()), "latents": [found[name][1] for name in ids]}
+        samples.keep(ids, {}, {name: [rows.float().cpu().numpy() for rows in each] for name, each in clouds.items()})
+        for name in ids:
+            visual, latents_KD = found[name]
+            sizes = {"visual": len(kept[name]), "of": len(visual), "latents": len(latents_KD)}
+            yield {"id": name, **sizes, "error": None}
+
+    def _drawn(self, name: str, visual_ND: Tensor) -> Tensor:
+        """Visual tokens of one question, by the seed and its id alone."""
+        most = self.settings.visual
+        if not most or len(visual_ND) <= most:
+            return visual_ND
+        rng = np.random.default_rng([self.settings.seed, hashed(name)])
+        return visual_ND[np.sort(rng.choice(len(visual_ND), most, replace=False)).tolist()]
 
     @override
     def summarise(self, records: Sequence[Record]) -> dict[str, Any]:
         good = [record for record in records if record["error"] is None]
         self._ids = tuple(record["id"] for record in good)
-        return {"questions": len(good), "clouds": {}, "errors": len(records) - len(good)}
+        kept = sum(record["visual"] for record in good)
+        return {
+            "questions": len(good),
+            "clouds": {},
+            "visual": {"kept": kept, "of": sum(record.get("of", record["visual"]) for record in good)},
+            "errors": len(records) - len(good),
+        }
 
     @override
     def extend(self, summary: OwnSummary, others: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -129,6 +187,8 @@ class Rank(Diagnostic[DiagnosticSettings]):
     @override
     def notes(self, records: Sequence[Record], summary: OwnSummary, count: int) -> list[str]:
         found = super().notes(records, summary, count)
+        told = _thinned(summary)
+        found += [f"{told} (--visual)"] if told else []
         for name, cloud in summary["clouds"].items():
             if cloud["rows"] <= cloud["width"]:
                 found.append(
@@ -146,6 +206,7 @@ class Rank(Diagnostic[DiagnosticSettings]):
                 rows.append([one.name, CLOUDS[name], f"{cloud['rows']:,} x {cloud['width']:,}", *cells])
         header = ["arm", "representation", "shape", "rank90", "rank95", "rank99", "PR"]
         note = "Below each number: the same of every other question, two halves."
+        note += "".join(f" {one.name}: {told}." for one in results if (told := _thinned(one.summary)))
         return [Table("Effective rank", header, rows, note)]
 
     @override
@@ -208,6 +269,14 @@ def cloud_of(files: StateFiles, ids: Sequence[str], name: str) -> dict[str, Any]
         "halves": parts,
         "explained": _explained(values),
     }
+
+
+def _thinned(summary: OwnSummary) -> str:
+    """How many visual tokens were taken, where not all were."""
+    found = summary.get("visual")
+    if not found or found["kept"] == found["of"]:
+        return ""
+    return f"{found['kept']:,} of {found['of']:,} visual tokens were drawn"
 
 
 def _numbers(values_D: Tensor) -> dict[str, Any]:

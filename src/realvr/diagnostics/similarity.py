@@ -38,14 +38,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NotRequired
+from typing import TYPE_CHECKING, Any, ClassVar, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict, override
 
 from realvr.data.sample import Sample
 from realvr.diagnostics import results as shapes
-from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Needs, OwnSummary, Samples, Shown, Skip
+from realvr.diagnostics.base import Diagnostic, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.lengths import EVIDENCE, LengthSettings, measured
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import mean
 from realvr.diagnostics.readout import group_of
@@ -94,14 +95,9 @@ class Summary(TypedDict):
     settings: NotRequired[shapes.Settings]
 
 
-class SimilaritySettings(DiagnosticSettings):
+class SimilaritySettings(LengthSettings):
     """References, normalisation and tasks."""
 
-    length: Literal["latents", "evidence"] = Field(
-        default="latents",
-        description="Length of the trajectory: K of the run, or the number of visual tokens in the evidence boxes of "
-        "each question (also: --latents evidence).",
-    )
     dummy: str = Field(default=".", description="Text whose tokens fill the K slots as dummies, over and over.")
     by: str = Field(
         default="task",
@@ -144,20 +140,13 @@ class Similarity(Diagnostic[SimilaritySettings]):
 
     @override
     def select(self, items: Sequence[Sample], data: Path) -> list[Sample]:
-        if self.settings.length != "evidence":
-            return list(items)
-        found = [sample for sample in items if sample.boxes]
-        if not found:
-            raise Skip(
-                f"{data}: no sample has evidence boxes, so there is no number of evidence tokens; give --latents K"
-            )
-        return found
+        return measured(self.settings, items, data)
 
     @override
     def measure(self, model: Model, samples: Samples) -> Iterable[Record]:
         from realvr.diagnostics.measuring.similarity import cosines_of, lengths_of, states_of
 
-        lengths, errors = lengths_of(model, samples, self.settings.length == "evidence")
+        lengths, errors = lengths_of(model, samples, self.settings.length == EVIDENCE)
         found = []
         for latents, own in lengths.items():
             states, unread = states_of(model, own, latents, self.settings.dummy)
@@ -301,8 +290,8 @@ class Similarity(Diagnostic[SimilaritySettings]):
         columns = len(known) + 2
         figure, axes = figures.new(1, columns, width=max(7.0, 2.4 * columns), height=2.8)
         first, *each, last = axes[0]
-        numbers = [one.number for one in known]
-        figures.panel(first, "a", "Within a trajectory")
+        numbers, letters = [one.number for one in known], figures.letters()
+        figures.panel(first, next(letters), "Within a trajectory")
         figures.bars(
             first,
             list(WITHIN.values()),
@@ -311,14 +300,14 @@ class Similarity(Diagnostic[SimilaritySettings]):
             tilt=20,
         )
         first.set_ylabel("cosine")
-        for letter, one, ax in zip("bcdefgh", known, each, strict=False):
-            figures.panel(ax, letter, f"Adjacent, {one.name}")
+        for one, ax in zip(known, each, strict=True):
+            figures.panel(ax, next(letters), f"Adjacent, {one.name}")
             norms = one.summary["adjacent"]
             series = [(words, *_ends([norms[norm][kind] for norm in norms])) for kind, words in KINDS.items()]
             figures.bars(ax, [NORMS[norm] for norm in norms], series, [one.number, 5, 4], tilt=20)
             ax.set_ylim(top=1.6)  # room for the legend
             ax.legend(loc="upper right")
-        figures.panel(last, "bcdefghi"[len(known)], "Context and task")
+        figures.panel(last, next(letters), "Context and task")
         keys = {"residualised": "residualised", "same_task": "same task", "different_task": "other task"}
         figures.bars(
             last,

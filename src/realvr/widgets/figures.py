@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import count, product
 from pathlib import Path
+from string import ascii_lowercase
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
@@ -83,6 +85,12 @@ def color(number: int) -> str:
 def panel(axes: Axes, letter: str, title: str) -> None:
     """Letter and title above a panel."""
     axes.set_title(f"({letter}) {title}" if letter else title)
+
+
+def letters() -> Iterator[str]:
+    """a, b, …, z, aa, ab, …: for panels whose number depends on the models."""
+    for length in count(1):
+        yield from map("".join, product(ascii_lowercase, repeat=length))
 
 
 def empty(axes: Axes, why: str = "none") -> None:
