@@ -21,11 +21,14 @@ from realvr.backbone import Backbone
 from realvr.cli import main
 from realvr.data.export import write
 from realvr.data.sample import ImageRef
+from realvr.diagnostics import Shown
+from realvr.diagnostics.exchange import Exchange, ExchangeSettings, ordered_evidence, usual_steps
 from realvr.diagnostics.exchange_summary import record_key, summarise_exchange
 from realvr.diagnostics.measuring.exchange import Answers, ExchangeOptions, exchange_pairs, recipients_of
 from realvr.diagnostics.measuring.views import read_views
 from realvr.diagnostics.pairs import Pair, unrelated
 from realvr.latent.sampling import Sampling
+from realvr.world.splits import Recipe, samples
 
 K, NEW = 3, 4
 SHORT = Sampling(temperature=0.0, max_new=NEW)
@@ -281,6 +284,35 @@ def test_steps_are_added_to_a_folder_made_without(
     assert [row["from_step"] for row in rows if "from_step" in row] == [2, 3]
     assert "| From step 2 | 2 |" in (out / "exchange.md").read_text()
     assert main([*given, "--k", "1"]) == 0 and (out / "exchange.jsonl").read_text() == after
+
+
+def test_ordered_evidence_is_swapped_from_every_step_unless_told_otherwise(small: Path, tmp_path: Path) -> None:
+    """Of trails, whose views part at a known step, the figure has its panels (c) and (d) by default; of questions about
+    single objects it has not."""
+    trails, objects = tmp_path / "trails.jsonl", tmp_path / "objects.jsonl"
+    write(iter(samples(Recipe("trails-pairs", count=1, size=(48, 48)))), "jsonl", trails)
+    write((one for one in world_samples(1) if one.tags["edit"] == "color_change"), "jsonl", objects)
+    usual = ("--k", "1", "--seeds", "1", "--limit", "1")
+    for name, data, steps, panels in (("trails", trails, [2, 3], "abcd"), ("objects", objects, [], "ab")):
+        assert main([*arguments(small, data, "--out", tmp_path / name), *usual]) == 0
+        summary = json.loads((tmp_path / name / "exchange.json").read_text())
+        assert [row["from_step"] for row in summary["rows"] if "from_step" in row] == steps, name
+        assert bool(summary.get("parting")) == (name == "trails"), name
+        printed = Exchange().figure([Shown(name, summary)])
+        assert printed is not None and len(printed.axes) == len(panels), name
+    for ordered in (True, False):
+        assert ExchangeSettings(from_step=None).steps(3, ordered) == ()
+        assert ExchangeSettings(from_step="3").steps(3, ordered) == (3,)
+
+
+def test_steps_of_a_long_span_are_spread_over_it() -> None:
+    assert [usual_steps(latents) for latents in (1, 2, 4, 8)] == [(), (2,), (2, 3, 4), (2, 3, 4, 5, 6, 7, 8)]
+    assert usual_steps(32) == (2, 7, 12, 17, 22, 27, 32)
+    pairs = changed_pairs(2)
+    two = [replace(view, boxes=[*view.boxes[:1]] * 2) for view in pairs[0].views]
+    several = replace(pairs[0], original=two[0], edited=two[1])
+    assert ordered_evidence([several]) and not ordered_evidence([several, pairs[1]])
+    assert not ordered_evidence([replace(several, edited=replace(two[1], ordered=False))])
 
 
 def test_a_model_without_a_span_is_refused(

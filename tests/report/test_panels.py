@@ -173,7 +173,7 @@ def test_numbers_without_their_records_say_so(folder: Path, tmp_path: Path) -> N
 
 
 def test_a_record_that_makes_no_panel_is_named(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"toy-look.jsonl: the record of 'elsewhere' makes no panel"):
+    with pytest.raises(UserError, match=r"toy-look.jsonl: what is recorded of 'elsewhere' makes no panel"):
         join(cases_of(folder), sources(folder), {"elsewhere"})
     (tmp_path / "toy-look.jsonl").write_text('{"id": "x"}\n{"id": \n')
     with pytest.raises(UserError, match=r"toy-look.jsonl, line 2: not a record"):

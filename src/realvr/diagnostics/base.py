@@ -385,6 +385,11 @@ class Diagnostic(Generic[S]):
         """What the case browser shows of one saved record; None where it has nothing to show. Without torch."""
         return None
 
+    def panels(self, records: Sequence[Record]) -> Sequence[Panel | None]:
+        """The same of all saved records of one sample or pair, of which a diagnostic may have several; by default a
+        panel of each."""
+        return [self.panel(record) for record in records]
+
     def numbers(self, summary: OwnSummary | None) -> dict[str, Any]:
         """The few numbers that stand for the whole in an overview of several models; None where it was not run."""
         return {}

@@ -28,12 +28,14 @@ from realvr.diagnostics.counterfactual_summary import RATES, summarise_pairs
 from realvr.diagnostics.distances import Distances
 from realvr.diagnostics.edits import words
 from realvr.diagnostics.model import Model
+from realvr.diagnostics.pair_panels import counterfactual_panel
 from realvr.diagnostics.pairs import Pair
 from realvr.diagnostics.seeds import seeds_table
 from realvr.errors import UserError
 from realvr.evaluation.published import published
 from realvr.runs.journal import Record, read_records
 from realvr.widgets import DASH, FEW_PAIRS, Cell, Figures, Switch, Table, Text, Widget, number, share, with_std
+from realvr.widgets.browser import Panel
 from realvr.widgets.charts import Bar, forest
 
 if TYPE_CHECKING:
@@ -224,6 +226,10 @@ class Counterfactual(Diagnostic[CounterfactualSettings]):
             rows.append([row.method, row.row, sizes, *(with_std(*row.values[name]) for name in names)])
         header = ["method", "edit", "|C| / |U|", *names.values()]
         return [Table("Paired counterfactual behaviour, %", header, rows)]
+
+    @override
+    def panels(self, records: Sequence[Record]) -> list[Panel | None]:
+        return [counterfactual_panel(records)]
 
     @override
     def draw(self, results: Sequence[Shown]) -> list[Widget]:

@@ -26,10 +26,12 @@ from realvr.diagnostics.counterfactual_figure import distances_figure
 from realvr.diagnostics.counterfactual_summary import DISTANCES, summarise_distances
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import controls_line
+from realvr.diagnostics.pair_panels import distances_panel
 from realvr.diagnostics.pairs import Pair, unrelated
 from realvr.evaluation.published import published
 from realvr.runs.journal import Record
 from realvr.widgets import DASH, Cell, Table, Widget, average, number
+from realvr.widgets.browser import Panel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -103,6 +105,10 @@ class Distances(Diagnostic):
             for row in published("diag-counterfactual")
         ]
         return [Table("Distances", ["method", "edit", *names.values()], rows)]
+
+    @override
+    def panel(self, record: Record) -> Panel | None:
+        return distances_panel(record)
 
     @override
     def draw(self, results: Sequence[Shown]) -> list[Widget]:

@@ -8,7 +8,8 @@ directions are tested. `measuring.exchange` does it, `exchange_summary` has the 
 * ``unmodified``: the answer after the free-running span itself, as a check of the sham;
 * ``sham``: the recipient's own recorded latents spliced in, the reference of every difference;
 * ``swap``: k positions, chosen by ``contrast`` or at ``random`` (several seeds), all K (``full``), or those from step t
-  to K (``from-step``, ours; spliced like the others, the recurrence does not go on from them);
+  to K (``from-step``, ours; spliced like the others, the recurrence does not go on from them). Where the evidence of
+  the data has an order, so that a step is a place on the way, this is measured by default;
 * ``unrelated``: all K from another pair's picture under the recipient's question.
 """
 
@@ -28,17 +29,21 @@ from realvr.diagnostics.counterfactual import AnswerSettings
 from realvr.diagnostics.exchange_summary import record_key, summarise_exchange
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import controls_line
+from realvr.diagnostics.pair_panels import exchange_panel
 from realvr.diagnostics.pairs import Pair, changed_pairs, unrelated
 from realvr.errors import UserError
 from realvr.evaluation.published import published
 from realvr.latent.steps import check_steps, parse_numbers, parse_steps
 from realvr.runs.journal import Record
 from realvr.widgets import DASH, Cell, Table, Widget, average, number
+from realvr.widgets.browser import Panel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 USUAL_KS = (1, 2, 4, 8)
+AUTO, AUTO_STEPS = "auto", 7
+"""Swaps from step t on where the evidence is ordered, and at how many steps."""
 DIRECTIONS = ("edited-to-original", "original-to-edited")
 
 
@@ -84,9 +89,10 @@ class ExchangeSettings(AnswerSettings):
         "has. The whole span is always replaced as well.",
     )
     from_step: str | None = Field(
-        default=None,
-        description="Also replace the latents from step t to K, for each t of this list (2,4,6). Adds to a folder that "
-        "was made without.",
+        default=AUTO,
+        description="Also replace the latents from step t to K, for each t of this list (2,4,6); auto: from every step "
+        f"(of more than {AUTO_STEPS + 1} latents, from {AUTO_STEPS} steps) where the data orders its evidence, None: "
+        "not at all. Steps may be added to a folder later.",
     )
     seeds: int = Field(default=3, description="Random selections of positions for each k.")
     rows: int = Field(
@@ -110,12 +116,15 @@ class ExchangeSettings(AnswerSettings):
     @field_validator("from_step")
     @classmethod
     def _steps(cls, value: str | None) -> str | None:
-        if value is not None:
+        if value not in (None, AUTO):
             parse_steps(value, "--from-step")
         return value
 
-    def steps(self, latents: int) -> tuple[int, ...]:
-        """The steps from which on a span of K latents is swapped."""
+    def steps(self, latents: int, ordered: bool = False) -> tuple[int, ...]:
+        """The steps from which on a span of K latents is swapped, where the evidence of the data is ``ordered`` or
+        not."""
+        if self.from_step == AUTO:
+            return usual_steps(latents) if ordered else ()
         steps = () if self.from_step is None else parse_steps(self.from_step, "--from-step")
         check_steps(steps, latents, "--from-step")
         return steps
@@ -130,6 +139,21 @@ class ExchangeSettings(AnswerSettings):
                 f"--k asks for {asked[-1]} positions, but the span has K = {latents} slots: lower it, or leave --k out"
             )
         return asked
+
+
+def usual_steps(latents: int) -> tuple[int, ...]:
+    """Every step behind the first, which is the whole span; of many, `AUTO_STEPS` evenly with the last among them."""
+    count = min(latents - 1, AUTO_STEPS)
+    return (
+        tuple(2 + round(place * (latents - 2) / (count - 1)) for place in range(count)) if count > 1 else (2,) * count
+    )
+
+
+def ordered_evidence(pairs: Sequence[Pair]) -> bool:
+    """Whether a step is a place on a way: the data says where two views part, or every view lists several boxes and
+    none is marked as unordered."""
+    several = all(view.ordered and len(view.boxes) > 1 for pair in pairs for view in pair.views)
+    return several or any(pair.parts_at is not None for pair in pairs)
 
 
 def parse_ks(text: str) -> tuple[int, ...]:
@@ -171,6 +195,7 @@ class Exchange(Diagnostic[ExchangeSettings]):
     unit = "pairs"
     order = 30
     examples: ClassVar[tuple[int, int]] = (16, 512)
+    _ordered = False
     highlights = (
         Highlight(
             "donor-answer lift (points)",
@@ -181,12 +206,15 @@ class Exchange(Diagnostic[ExchangeSettings]):
 
     def select(self, items: Sequence[Pair], data: Path) -> list[Pair]:
         """Pairs whose right answer changes."""
-        return changed_pairs(items, data)
+        chosen = changed_pairs(items, data)
+        self._ordered = ordered_evidence(chosen)
+        return chosen
 
     @override
     def settle(self, model: Model) -> None:
         settings, latents = self.settings, model.latents
-        self._swaps = Swaps(latents, settings.positions(latents), settings.seeds, settings.steps(latents))
+        steps = settings.steps(latents, self._ordered)
+        self._swaps = Swaps(latents, settings.positions(latents), settings.seeds, steps)
 
     @override
     def prepare(self, model: Model, samples: Sequence[Pair]) -> None:
@@ -274,6 +302,10 @@ class Exchange(Diagnostic[ExchangeSettings]):
         ]
         header = ["method", "positions", "donor-answer lift (points)", "donor-margin shift (nats)"]
         return [Table("Latent exchange", header, rows)]
+
+    @override
+    def panels(self, records: Sequence[Record]) -> list[Panel | None]:
+        return [exchange_panel(records)]
 
     @override
     def draw(self, results: Sequence[Shown]) -> list[Widget]:

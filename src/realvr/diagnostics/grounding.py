@@ -19,6 +19,7 @@ from realvr.diagnostics.numbers import mean
 from realvr.errors import UserError
 from realvr.runs.journal import Record
 from realvr.widgets import Cell, Figures, Table, Widget, average, number
+from realvr.widgets.browser import Facts, Panel
 from realvr.widgets.charts import Bar, forest
 
 if TYPE_CHECKING:
@@ -138,6 +139,15 @@ class Grounding(Diagnostic[GroundingSettings]):
             name: {"mean": one["mean"], "ci": [one["low"], one["high"]], "n": one["pairs"]}
             for name, one in values.items()
         }
+
+    @override
+    def panel(self, record: Record) -> Panel | None:
+        if record["error"] is not None:
+            return None
+        note = (
+            f"Means over the {record['latents']} latents; the hardest of {record['negatives']} other questions counts."
+        )
+        return Panel([Facts([[words, number(record[name], 3)] for name, words in _NUMBERS.items()])], note=note)
 
     @override
     def draw(self, results: Sequence[Shown]) -> list[Widget]:

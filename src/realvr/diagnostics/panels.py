@@ -1,7 +1,8 @@
 """Panels of the case browser, made of saved records: what every diagnostic has measured of the samples of a page.
 
 Records are joined by the ids of samples and pairs, so only those of a run on the same data with the same number of
-latents count; the page says so where there are others. Journals are read line by line. No torch.
+latents count; the page says so where there are others. Journals are read line by line, and only records of the page's
+cases are kept. No torch.
 """
 
 from __future__ import annotations
@@ -16,6 +17,13 @@ from realvr.errors import UserError
 from realvr.registry import place_of
 from realvr.runs.journal import Kind, Record, records_of
 from realvr.widgets.browser import Measured, Panel
+
+AGGREGATE_ONLY = {
+    "variation": "how far latents differ between pictures, and between questions on one picture",
+    "task-structure": "whether the task can be read from the states of all questions",
+    "rank": "how many directions the latents of all questions vary in",
+}
+"""Diagnostics whose numbers exist over many questions only, and what these are: a case has nothing to show of them."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,12 @@ class Source:
 def join(own: Source, sources: Sequence[Source], ids: Collection[str]) -> list[Measured]:
     """What ``sources`` have of the samples ``ids``, which ``own`` has chosen; diagnostics without a panel are left
     out."""
-    return [_measured(own, source, ids) for source in sources if source.kind.panel is not Diagnostic.panel]
+    return [_measured(own, source, ids) for source in sources if has_panel(source.kind)]
+
+
+def has_panel(kind: type[Diagnostic]) -> bool:
+    """Whether a diagnostic shows something of single cases."""
+    return kind.panel is not Diagnostic.panel or kind.panels is not Diagnostic.panels
 
 
 def _measured(own: Source, source: Source, ids: Collection[str]) -> Measured:
@@ -59,24 +72,26 @@ def _other_run(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
 
 
 def _panels(source: Source, ids: Collection[str]) -> dict[str, list[Panel]]:
-    diagnostic, found = source.kind(), dict[str, list[Panel]]()
+    diagnostic, found = source.kind(), dict[str, list[Record]]()
     for record in records_of(source.journal, Kind(diagnostic.key)):
         name = record.get(diagnostic.item)
-        if name in ids and (panel := _panel(diagnostic, record, source.journal)) is not None:
-            found.setdefault(str(name), []).append(panel)
-    return found
+        if name in ids:
+            found.setdefault(str(name), []).append(record)
+    made = {name: _panels_of(diagnostic, records, source.journal) for name, records in found.items()}
+    return {name: panels for name, panels in made.items() if panels}
 
 
-def _panel(diagnostic: Diagnostic, record: Record, journal: Path) -> Panel | None:
-    """The panel of a record. One that cannot be made is the fault of the file, or of a user's own diagnostic."""
+def _panels_of(diagnostic: Diagnostic, records: Sequence[Record], journal: Path) -> list[Panel]:
+    """The panels of one case. What cannot be made is the fault of the file, or of a user's own diagnostic."""
     try:
-        panel = diagnostic.panel(record)
+        made = diagnostic.panels(records)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
-            f"{journal}: the record of {record[diagnostic.item]!r:.80} makes no panel ({what}); delete its line and "
-            f"run the diagnostic again, or correct panel of {place_of(type(diagnostic))}"
+            f"{journal}: what is recorded of {records[0][diagnostic.item]!r:.80} makes no panel ({what}); delete its "
+            f"lines and run the diagnostic again, or correct panel of {place_of(type(diagnostic))}"
         ) from error
-    if panel is not None and not isinstance(panel, Panel):
+    panels = [panel for panel in made if panel is not None]
+    if not all(isinstance(panel, Panel) for panel in panels):
         raise UserError(f"{place_of(type(diagnostic))}: panel must return a Panel of realvr.widgets.browser, or None")
-    return panel
+    return panels

@@ -39,11 +39,13 @@ from realvr.diagnostics import results as shapes
 from realvr.diagnostics.base import Diagnostic, Needs, Samples, Shown
 from realvr.diagnostics.counterfactual import AnswerSettings
 from realvr.diagnostics.model import Model
+from realvr.diagnostics.pair_panels import residual_panel
 from realvr.diagnostics.pairs import Pair, changed_pairs
 from realvr.diagnostics.residual_summary import MEASURES, summarise_residual
 from realvr.errors import UserError
 from realvr.runs.journal import Record
 from realvr.widgets import DASH, Cell, Figures, Key, Table, Text, Widget, average, number, share
+from realvr.widgets.browser import Panel
 from realvr.widgets.charts import Line, Point, lines
 
 if TYPE_CHECKING:
@@ -187,6 +189,10 @@ class Residual(Diagnostic[ResidualSettings]):
         return summarise_residual(records)
 
     # ------------------------------------------------------------------ tables and figures
+
+    @override
+    def panel(self, record: Record) -> Panel | None:
+        return residual_panel(record)
 
     @override
     def draw(self, results: Sequence[Shown]) -> list[Widget]:

@@ -33,10 +33,12 @@ from realvr.diagnostics.counterfactual import AnswerSettings
 from realvr.diagnostics.counterfactual_summary import numbers
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import controls, controls_line, difference, macro, mean
+from realvr.diagnostics.pair_panels import sensitivity_panel
 from realvr.diagnostics.pairs import Pair, unrelated
 from realvr.evaluation.published import published
 from realvr.runs.journal import Record
 from realvr.widgets import Cell, Table, Widget, number, share
+from realvr.widgets.browser import Panel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -179,6 +181,10 @@ class Sensitivity(Diagnostic[AnswerSettings]):
             for row in published("diag-counterfactual")
         ]
         return [Table("Counterfactual sensitivity", ["method", "edit", *(words for words, _ in names.values())], rows)]
+
+    @override
+    def panel(self, record: Record) -> Panel | None:
+        return sensitivity_panel(record)
 
     @override
     def draw(self, results: Sequence[Shown]) -> list[Widget]:

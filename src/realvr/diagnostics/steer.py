@@ -27,11 +27,13 @@ from realvr.diagnostics.counterfactual import AnswerSettings
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.steer_figure import Panel, by_distance, by_step, conditions_figure, distance_words
 from realvr.diagnostics.steer_moves import check, steerable
+from realvr.diagnostics.steer_panels import steer_panel
 from realvr.diagnostics.steer_summary import summarise_steer
 from realvr.errors import UserError
 from realvr.latent.steps import check_steps, parse_steps
 from realvr.runs.journal import Record
 from realvr.widgets import DASH, Cell, Figures, Key, Table, Text, Widget, average, number, share
+from realvr.widgets.browser import Panel as CasePanel
 from realvr.widgets.charts import Line, Point, lines
 
 if TYPE_CHECKING:
@@ -175,6 +177,10 @@ class Steer(_BySteps[SteerSettings]):
             return {t: {"rate": x["rate"], "ci": [x["low"], x["high"]], "n": x["of"]} for t, x in rates.items()}
 
         return {name: by_step(*place) for name, place in places.items()}
+
+    @override
+    def panels(self, records: Sequence[Record]) -> list[CasePanel | None]:
+        return [steer_panel(records)]
 
     @override
     def draw(self, results: Sequence[Shown]) -> list[Widget]:

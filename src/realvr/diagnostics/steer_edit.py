@@ -34,11 +34,13 @@ from realvr.diagnostics.numbers import rate
 from realvr.diagnostics.pairs import Pair, changed_pairs
 from realvr.diagnostics.steer import SteerSettings, _BySteps
 from realvr.diagnostics.steer_figure import Panel, by_distance, by_step, conditions_figure, distance_words
+from realvr.diagnostics.steer_panels import steer_edit_panel
 from realvr.diagnostics.steer_summary import OUTCOMES, by_question, outcome
 from realvr.diagnostics.steer_summary import by_distance as group_by_distance
 from realvr.latent.steps import check_steps, parse_steps
 from realvr.runs.journal import Record
 from realvr.widgets import Cell, Table, Text, Widget, average, share
+from realvr.widgets.browser import Panel as CasePanel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -146,6 +148,10 @@ class SteerEdit(_BySteps[EditSettings]):
     @override
     def notes(self, records: Sequence[Record], summary: OwnSummary, count: int) -> list[str]:
         return super().notes(records, summary, count) + _skipped(summary)
+
+    @override
+    def panels(self, records: Sequence[Record]) -> list[CasePanel | None]:
+        return [steer_edit_panel(records)]
 
     @override
     def draw(self, results: Sequence[Shown]) -> list[Widget]:

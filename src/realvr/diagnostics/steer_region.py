@@ -31,10 +31,12 @@ from realvr.diagnostics.data import with_shown_boxes
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.steer import SteerSettings, _BySteps
 from realvr.diagnostics.steer_figure import Panel, by_distance, by_step, conditions_figure, distance_words
+from realvr.diagnostics.steer_panels import steer_region_panel
 from realvr.diagnostics.steer_summary import by_distance as group_by_distance
 from realvr.diagnostics.steer_summary import by_question
 from realvr.runs.journal import Record
 from realvr.widgets import Cell, Table, Text, Widget, average
+from realvr.widgets.browser import Panel as CasePanel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -126,6 +128,10 @@ class SteerRegion(_BySteps[RegionSettings]):
     @override
     def notes(self, records: Sequence[Record], summary: OwnSummary, count: int) -> list[str]:
         return super().notes(records, summary, count) + _skipped(summary)
+
+    @override
+    def panels(self, records: Sequence[Record]) -> list[CasePanel | None]:
+        return [steer_region_panel(records)]
 
     @override
     def draw(self, results: Sequence[Shown]) -> list[Widget]:
