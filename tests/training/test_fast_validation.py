@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from realvr.latent.fast import COUNTS
+from realvr.latent.recorded_span import COUNTS as SPAN_COUNTS
 from realvr.training import loop
 from realvr.training.validation import validation_of
 from stage_runs import configure, lines, make, world, write
@@ -16,6 +17,7 @@ def test_a_run_in_static_shapes(tmp_path: Path) -> None:
     replies, metrics, ways = [], [], []
     for mode in ("off", "static"):
         raw = configure("rl", Path("mini"), data, tmp_path / mode, optim={"steps": 2, "lr": 1e-4}, fast_decode=mode)
+        raw["recorded_span"] = mode == "static"
         raw["model"] |= {"path": "mini", "latents": 8}
         raw["validation"] = {"path": str(held), "every": 2, "batch": 4, "max_new": 24}
         task, settings, engine = make("rl", raw)
@@ -29,9 +31,11 @@ def test_a_run_in_static_shapes(tmp_path: Path) -> None:
     assert len(replies[0]) >= 6 and replies[0] == replies[1]
     assert ways[0] is None and ways[1] is not None and ways[1] is not task.rollouts.fast
     plain, static = metrics
-    assert not any(name.startswith("decode/") for line in plain for name in line)
+    assert not any(name.startswith(("decode/", "span/")) for line in plain for name in line)
     for line, other in zip(static, plain, strict=True):
         assert {f"decode/{name}" for name in COUNTS} <= set(line)
         assert line["decode/eager"] > 8 and line["decode/plain"] == 0
         assert line["reward"] == other["reward"]
+        assert {f"span/{name}" for name in SPAN_COUNTS} <= set(line)
+    assert [line["span/plain"] > 0 for line in static] == [False, True]  # no GPU here; those of the step before
     assert sum(line["decode/eager"] for line in static) == task.rollouts.fast.counts["eager"]

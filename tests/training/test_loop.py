@@ -259,7 +259,13 @@ def test_the_advice_on_memory_names_settings() -> None:
 
     cheap, dear = "lower optim.microbatch", "set lora.rank, or take a smaller model"
     assert re.fullmatch(rf"{cheap}, set (method.)?gradient_checkpointing true, {dear}", advice("sft", sft))
-    found = advice("rl", rl | {"lora": {"rank": 4}, "memory": "checkpointed"} | {"optim": rl["optim"] | few["optim"]})
-    assert found == "take a smaller model"  # Gemma: no limit on visual tokens
+    least = rl | {"lora": {"rank": 4}, "memory": "checkpointed"} | {"optim": rl["optim"] | few["optim"]}
+    together = "set method.rollout_batch 1, or take a smaller model"  # Gemma: no limit on visual tokens
+    assert advice("rl", least | {"fast_decode": "off"}) == together
+    assert advice("rl", least | {"fast_decode": "static"}) == f"set method.release_decode true, {together}"
+    assert advice("rl", least | {"fast_decode": "static", "release_decode": True}) == together
+    found = advice("rl", least | {"fast_decode": "off", "rollout_batch": 4})
+    assert found == "lower method.rollout_batch, or take a smaller model"
+    assert advice("rl", least | {"fast_decode": "off", "rollout_batch": 1}) == "take a smaller model"
     assert advice("base", base, max_tokens=64) == "lower model.max_tokens, or take a smaller model"
     assert advice("base", base, tiles=True, max_tiles=9) == "lower model.max_tiles, or take a smaller model"

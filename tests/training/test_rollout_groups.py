@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from helpers import mixed_prompts
 from plain_engine import PlainEngine
 from realvr.backbone import Backbone, Prompt
 from realvr.backbone.backbone import VisualTokens
+from realvr.latent import room as fast_room
 from realvr.latent.fast import FastDecode
 from realvr.latent.group_rollout import Rollout, rollout
+from realvr.latent.recorded_span import RecordedSpan
 from realvr.latent.sampling import Sampling
 from realvr.training import rollout_groups, rollouts
 from realvr.training.adapters import Adapters
@@ -231,6 +234,63 @@ def test_out_of_memory_halves_the_group(
         made(one, None).sample(microbatches(prompts[:2], 1), 0)
     with pytest.raises(torch.OutOfMemoryError):  # ranks in lockstep would wait for each other
         made(one, None, PlainEngine()).sample(microbatches(prompts, 1), 0)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_one_prompt_out_of_memory_goes_on_without_its_buffers(
+    one: Backbone, monkeypatch: pytest.MonkeyPatch, fits: bool
+) -> None:
+    """A single prompt cannot be halved: it is tried once more without static buffers, and what is recorded for the
+    passes with gradient makes room too."""
+    prompts, plain, ways = several(one, 2), rollouts.rollout, []
+    (expected,) = made(one, 1).sample(microbatches(prompts, 2), 0)
+
+    def run(*args: Any, fast: FastDecode | None = None, **options: Any) -> Rollout:
+        ways.append(fast is not None)
+        found = plain(*args, fast=fast, **options)
+        if fast is not None or not fits:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return found
+
+    monkeypatch.setattr(rollouts, "rollout", run)
+    rolls = made(one, 1)
+    rolls.fast, rolls.recorded = FastDecode(one, columns=16, tokens=4), RecordedSpan(one)
+    released = []
+    monkeypatch.setattr(rolls.recorded, "release", lambda: released.append(1))
+    with pytest.warns(UserWarning, match="one prompt beside static buffers") as said:
+        if not fits:
+            with pytest.raises(torch.OutOfMemoryError):
+                rolls.sample(microbatches(prompts, 2), 0)
+            return
+        (found,) = rolls.sample(microbatches(prompts, 2), 0)
+    assert len(said) == 1 and ways == [True, False] * 2 and len(released) == 2 and not rolls.fast.held_bytes
+    assert rolls.fast.counts["plain"] == 2
+    ours, right = ([[c.ids for c in g] for g in each.rollout.completions] for each in (found, expected))
+    assert ours == right
+
+
+def test_groups_in_which_static_buffers_fit(
+    one: Backbone, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fewer prompts in static shapes rather than all of them in the plain way, down to a quarter; said once."""
+    prompts, sizes = several(one, 8), counted(monkeypatch)
+    largest = FastDecode(one, columns=16, tokens=4)
+    alone = made(one, 2)
+    alone.fast = largest
+    expected = alone.sample(microbatches(prompts[:2], 2), 0)
+    for share, groups in ((1.0, [8, 4, 2, 2, 2, 2]), (0.1, [8, 4, 2, 2, 2, 2])):
+        sizes.clear()
+        rolls = made(one, None)
+        rolls.fast = fast = FastDecode(one, columns=16, tokens=4)
+        free = int(share * largest.held_bytes)
+        monkeypatch.setattr(fast_room, "free_bytes", lambda *_, free=free, fast=fast: free - fast.held_bytes)
+        with pytest.warns(UserWarning, match="GiB are free") if share < 1 else nullcontext():
+            (found,) = rolls.sample(microbatches(prompts, 8), 0)
+        assert sizes == groups and (fast.counts["plain"] == 0) == (share == 1)
+        texts = [[c.ids for c in group] for group in found.rollout.completions]
+        assert texts[:2] == [[c.ids for c in group] for group in expected[0].rollout.completions]
+        said = capsys.readouterr().err
+        assert said.count("8 prompts together ran out of memory in the rollout") == said.count("\n") == 1
 
 
 def test_ranks_in_lockstep_agree_on_the_number_of_groups(one: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ COUNTS = ("recorded", "replayed", "eager", "plain", "dropped", "moved")
 buffers and recorded steps that were dropped for others; moves to smaller buffers."""
 
 
-class NoRoom(torch.OutOfMemoryError):
+class NoRoom(MemoryError):
     """There is no memory for static buffers, and a smaller group may do; see ``or_smaller`` of `FastDecode`."""
 
 

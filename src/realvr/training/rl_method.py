@@ -19,8 +19,9 @@ from realvr.errors import UserError
 from realvr.latent import prototypes
 from realvr.latent.fast import fast_decode
 from realvr.latent.group_rollout import Completion
-from realvr.latent.modes import FastMode
+from realvr.latent.modes import FastMode, is_static
 from realvr.latent.prototypes import NegativeBank, Prototype
+from realvr.latent.recorded_span import RecordedSpan
 from realvr.latent.sampling import ANSWER_END, Sampling
 from realvr.latent.span import prefill, score, splice
 from realvr.maths import grpo
@@ -107,7 +108,13 @@ class RolloutConfig(MethodConfig):
 
     @override
     def memory_advice(self) -> list[str]:
-        return ["set method.memory checkpointed"] if self.memory != "checkpointed" else []
+        ways = ["set method.memory checkpointed"] if self.memory != "checkpointed" else []
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        if is_static(self.fast_decode, device) and not self.release_decode:
+            ways.append("set method.release_decode true")
+        if self.rollout_batch != 1:
+            ways.append("lower method.rollout_batch" if self.rollout_batch else "set method.rollout_batch 1")
+        return ways
 
 
 RC = TypeVar("RC", bound=RolloutConfig)
@@ -124,6 +131,8 @@ class RolloutMethod(Method[RlSettings, RC, RlBatch]):
     from_scratch: ClassVar[bool] = False
     """Whether the method starts from a model without latents."""
     bank_size: int = 0
+    recorded: RecordedSpan | None = None
+    """What regenerates latents as CUDA graphs, where the method does so."""
 
     def __init__(self, backbone: Backbone, config: RC) -> None:
         super().__init__(backbone, config)
@@ -153,6 +162,7 @@ class RolloutMethod(Method[RlSettings, RC, RlBatch]):
             grouping,
             fast_decode(self.backbone, c.fast_decode, sharded=run.ranks.shards),
             c.release_decode,
+            self.recorded,
         )
         self.rewards = load_rewards(c.rewards)
         self.bank = NegativeBank(self.bank_size)
@@ -184,7 +194,7 @@ class RolloutMethod(Method[RlSettings, RC, RlBatch]):
             return Collected(batches)
         metrics = rollout_metrics(rolled, self.backbone.device, self.ranks.world)
         metrics |= self.draws.metrics(self.backbone.device, self.ranks.world)
-        metrics |= self.rollouts.decoded(self.backbone.device)
+        metrics |= self.rollouts.counted(self.backbone.device)
         return Collected(batches, metrics, completions_table(rolled))
 
     def score(self, prompts: PromptBatch, groups: Sequence[Sequence[Completion]]) -> Scores:

@@ -13,14 +13,19 @@ from realvr.backbone.backbone import Backbone, VisualTokens
 from realvr.backbone.types import Prompt
 from realvr.data.sample import Sample
 from realvr.errors import out_of_memory
-from realvr.latent.fast import COUNTS, FastDecode
+from realvr.latent.fast import COUNTS, FastDecode, NoRoom
 from realvr.latent.group_rollout import Completion, Rollout, rollout
+from realvr.latent.recorded_span import COUNTS as SPAN_COUNTS
+from realvr.latent.recorded_span import RecordedSpan
 from realvr.latent.sampling import Sampling
 from realvr.training.adapters import Adapters
 from realvr.training.prompts import PromptBatch
 from realvr.training.rewards import Reward, rated
 from realvr.training.rollout_groups import Grouping, encoded
 from realvr.training.task import Metrics, Ranks
+
+SMALLER = 2
+"""Times that groups are halved because static buffers do not fit: with still fewer prompts the plain way is faster."""
 
 
 class Scores(NamedTuple):
@@ -61,7 +66,8 @@ class Rollouts:
 
     All prompts of a step are rolled out together, in groups that fit in memory (`Grouping`), whatever the microbatch.
     The random numbers of a rollout depend on (seed, step, place in the global batch), never on the rank or the group.
-    What was sampled is kept, for a checkpoint: a policy that has moved on could not repeat it.
+    What was sampled is kept, for a checkpoint: a policy that has moved on could not repeat it. Where memory runs out,
+    what ``fast`` and ``recorded`` (of the passes with gradient) hold is dropped.
     """
 
     def __init__(
@@ -75,11 +81,13 @@ class Rollouts:
         grouping: Grouping,
         fast: FastDecode | None = None,
         release: bool = False,
+        recorded: RecordedSpan | None = None,
     ) -> None:
         self.backbone, self.adapters, self.ranks = backbone, adapters, ranks
         self.sampling, self.group, self.seed, self.grouping = sampling, group, seed, grouping
-        self.fast, self.release = fast, release
-        self._counted: Counter[str] = Counter()
+        self.fast, self.release, self.recorded = fast, release, recorded
+        self._counted: dict[str, Counter[str]] = {}
+        self._smaller = 0
         self.saved: list[Rollout] = []
         """Of a checkpoint, still to be used instead of sampling; one for each prompt."""
         self.made: list[Rollout] = []
@@ -105,25 +113,35 @@ class Rollouts:
         self.made += [sampled.rollout for sampled in found]
         return found
 
-    def decoded(self, device: torch.device) -> Metrics:
-        """How steps of ``fast_decode`` have run since the last call, as the mean over ranks."""
-        if self.fast is None:
-            return {}
-        new, self._counted = self.fast.counts - self._counted, self.fast.counts.copy()
+    def counted(self, device: torch.device) -> Metrics:
+        """How steps of ``fast_decode`` and spans of ``recorded_span`` have run since the last call, as the mean over
+        ranks."""
+        found: Metrics = {}
         one = torch.ones((), device=device)
-        return {f"decode/{name}": (new[name] * one, one) for name in COUNTS}
+        for kind, names, each in (("decode", COUNTS, self.fast), ("span", SPAN_COUNTS, self.recorded)):
+            if each is not None:
+                new = each.counts - self._counted.get(kind, Counter())
+                self._counted[kind] = each.counts.copy()
+                found |= {f"{kind}/{name}": (new[name] * one, one) for name in names}
+        return found
 
     def _sample(self, prompts: Sequence[Prompt], visual: Sequence[VisualTokens], seeds: Sequence[int]) -> list[Rollout]:
-        """One rollout for each prompt, in order. A group for which memory does not suffice is halved: the others of an
-        engine in lockstep could not know, so there it is an error."""
+        """One rollout for each prompt, in order. A group for which memory does not suffice is halved, and a single
+        prompt decoded without static buffers: the others of an engine in lockstep could not know, so there it is an
+        error."""
         found: dict[int, Rollout] = {}
         waiting = self.grouping.groups(prompts)
         while waiting:
             group = waiting[0]
-            made = self._roll_out(group, prompts, visual, seeds, may_fail=len(group) > 1 and not self.ranks.lockstep)
-            if made is None:
+            made = self._roll_out(group, prompts, visual, seeds, self.fast)
+            if made is None and len(group) > 1:
                 waiting = self.grouping.halve(waiting)
                 continue
+            if made is None:
+                assert self.fast is not None
+                self.fast.plain("memory ran out for one prompt beside static buffers")
+                made = self._roll_out(group, prompts, visual, seeds, None)
+                assert made is not None
             found |= dict(zip(group, _split(made), strict=True))
             del waiting[0]
         return [found[i] for i in range(len(prompts))]
@@ -134,9 +152,13 @@ class Rollouts:
         prompts: Sequence[Prompt],
         visual: Sequence[VisualTokens],
         seeds: Sequence[int],
-        may_fail: bool,
+        fast: FastDecode | None,
     ) -> Rollout | None:
-        """The prompts of one group; None where memory ran out."""
+        """The prompts of one group; None where memory ran out and there is another way: fewer prompts, or no static
+        buffers."""
+        may_fail = (len(group) > 1 or fast is not None) and not self.ranks.lockstep
+        if fast is not None:
+            fast.or_smaller = may_fail and self._smaller < SMALLER
         try:
             with self.adapters.still():
                 return rollout(
@@ -148,14 +170,22 @@ class Rollouts:
                     latents=self.backbone.latents,
                     visual=VisualTokens.join([visual[i] for i in group]),
                     go_on=self.ranks.any if self.ranks.lockstep else None,
-                    fast=self.fast,
+                    fast=fast,
                 )
         except Exception as error:
             if not may_fail or not out_of_memory(error):
                 raise
-        if self.fast is not None:
-            self.fast.release()
+            self._smaller += isinstance(error, NoRoom)
+        self.make_room()
         return None  # outside of the handler: a traceback would keep the tensors alive
+
+    def make_room(self) -> None:
+        """Drop static buffers and everything recorded; it is made again when it is needed."""
+        for each in (self.fast, self.recorded):
+            if each is not None:
+                each.release()
+        if self.ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Rollouts of the batch in hand, so that a run killed within it does not sample others."""
