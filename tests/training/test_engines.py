@@ -23,6 +23,7 @@ from realvr.cli import main
 from realvr.errors import UserError
 from realvr.training import engine as engines
 from realvr.training.dry_run import dry_run
+from realvr.training.engine import launchers
 from stage_runs import command, config_file, configure, environment, lines, numbers, run, world, write
 from training_task import Options, RegressionTask, make_settings
 
@@ -38,9 +39,9 @@ LORA = {"rank": 4, "targets": ["q_proj", "down_proj"], "dropout": 0.2}
     [
         pytest.param("sft", {"pack_tokens": 256}, marks=pytest.mark.slow),
         ("sft", {"pack_tokens": 256, "lora": LORA}),
-        ("rl", {"max_new": 6, "beta": 0.05}),  # the reference is a frozen copy
+        ("rl", {"max_new": 12, "beta": 0.05}),  # the reference is a frozen copy
         # The reference is the model without its adapters.
-        pytest.param("rl", {"max_new": 6, "beta": 0.05, "lora": LORA}, marks=pytest.mark.slow),
+        pytest.param("rl", {"max_new": 12, "beta": 0.05, "lora": LORA}, marks=pytest.mark.slow),
     ],
     ids=["sft", "sft lora", "rl", "rl lora"],
 )
@@ -52,6 +53,7 @@ def test_another_engine_trains_the_same(kind: str, changes: dict[str, Any], trai
     first = run(kind, configure(kind, trained, data, tmp_path / "ddp", **changes))
     assert numbers(second) == numbers(first) and len(first) == 3
     assert any(name.startswith("grad_norm/") for name in first[1])
+    assert kind == "sft" or first[1]["grad_norm/policy"] > 1e-3
     assert bool(plain.frozen) == (kind == "rl" and "lora" not in changes)
     assert plain.rollouts >= (3 if kind == "rl" else 1)
     models = [Backbone.load(tmp_path / name / "final", dtype="float32").model for name in ("plain", "ddp")]
@@ -199,6 +201,78 @@ def test_a_launcher_that_asks_for_another_engine_is_refused(
     monkeypatch.setenv(variable, "false")
     monkeypatch.delenv("RANK")
     assert engines.start_engine(cpu=True).name == "ddp"
+
+
+FSDP: dict[str, Any] = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
+DEEPSPEED: dict[str, Any] = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}
+
+
+def launched_with(content: dict[str, Any], folder: Path) -> dict[str, str]:
+    """The variables that ``accelerate launch`` makes of a configuration file."""
+    from accelerate.commands import launch
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    general = {"compute_environment": "LOCAL_MACHINE", "num_machines": 1, "num_processes": 2, "use_cpu": False}
+    (folder / "accelerate.yaml").write_text(yaml.safe_dump(general | {"machine_rank": 0} | content))
+    parser = launch.launch_command_parser()
+    given = parser.parse_args(["--config_file", str(folder / "accelerate.yaml"), "--main_process_port", "0", "a.py"])
+    given, known, _ = launch._validate_launch_command(given)
+    given.deepspeed_fields_from_accelerate_config = ",".join(known.deepspeed_config)  # as `launch_command` does
+    return prepare_deepspeed_cmd_env(given)[1] if given.use_deepspeed else prepare_multi_gpu_env(given)
+
+
+@pytest.mark.parametrize(
+    ("engine", "content", "said"),
+    [
+        ("zero3", DEEPSPEED | {"deepspeed_config": {"zero_stage": 2}}, "ZERO_STAGE=2, but engine zero3 is stage 3"),
+        (
+            "zero3",
+            DEEPSPEED | {"deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "cpu"}},
+            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE=cpu, but engine zero3 does not offload",
+        ),
+        (
+            "zero3",
+            DEEPSPEED | {"deepspeed_config": {"deepspeed_config_file": "ds.json"}},
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE=ds.json, but engine zero3 does not read files of DeepSpeed",
+        ),
+        ("fsdp2", FSDP | {"fsdp_config": {"fsdp_version": 1}}, "FSDP_VERSION=1, but engine fsdp2 is version 2"),
+        (
+            "fsdp2",
+            FSDP | {"fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True}},
+            "FSDP_OFFLOAD_PARAMS=true, but engine fsdp2 does not offload",
+        ),
+        (
+            "fsdp2",
+            FSDP | {"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False}},
+            "FSDP_RESHARD_AFTER_FORWARD=false, but engine fsdp2 has reshard_after_forward true in its engine file",
+        ),
+        ("fsdp2", DEEPSPEED, "asks for DeepSpeed (ACCELERATE_USE_DEEPSPEED=true), but this run's engine is fsdp2"),
+        ("zero3", FSDP, "asks for FSDP (ACCELERATE_USE_FSDP=true), but this run's engine is zero3"),
+        ("zero3", DEEPSPEED, ""),
+        ("fsdp2", FSDP, ""),
+    ],
+)
+def test_a_launcher_that_contradicts_the_engine_in_detail_is_refused(
+    engine: str,
+    content: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """``--engine`` is given, and fits the launcher's in name only. The last two contradict
+    nothing."""
+    config = config_file(configure("sft", tmp_path / "model", tmp_path / "data", tmp_path / "run"), tmp_path / "c.yaml")
+    for name, value in launched_with(content, tmp_path).items():
+        monkeypatch.setenv(name, value)
+    if said:
+        assert main(["train", "sft", str(config), "--engine", engine]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("realvr: error: the launcher's configuration ") and said in line
+    else:
+        settings = engines.engine_settings(engine)
+        launchers.refuse_other_settings(settings, engines.ENGINES.get(engine).launcher_flag)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

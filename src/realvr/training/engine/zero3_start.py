@@ -16,7 +16,8 @@ from realvr.runs.launching import held_port
 from realvr.training.engine.settings import ZeRO3Settings
 
 LAUNCHERS = ("ACCELERATE_DEEPSPEED_", "ACCELERATE_CONFIG_DS_FIELDS")
-"""Variables in which ``accelerate launch`` hands over a DeepSpeed configuration of its own: the engine file counts."""
+"""Variables in which ``accelerate launch`` hands over a DeepSpeed configuration of its own: the engine file counts.
+Those that contradict it have been refused by now (``launchers.py``)."""
 
 
 def start(cpu: bool, settings: ZeRO3Settings) -> Any:  # noqa: ANN401  (Accelerator)
