@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,14 +20,22 @@ import torch
 import stage_runs
 from forked import Forked
 from realvr.backbone import Backbone
-from stage_runs import config_file, configure, lines, numbers
+from stage_runs import column, config_file, configure, lines, numbers, own_port
 
 TIMEOUT = 240
 DYING = Path(__file__).resolve().parent / "toys" / "dying_method.py"
+NOTING = DYING.with_name("noting_method.py")
+TWO_LANES = DYING.with_name("two_lanes.py")
 LORA = {"rank": 4, "targets": ["q_proj", "v_proj", "down_proj"], "dropout": 0.0}
-STAGE_TWO = {"max_new": 6, "optim": {"steps": 3, "microbatch": 1}, "log": {"parts_every": 9}}
-"""Three steps with evidence, two microbatches on each of two ranks; norms of single terms in the first."""
-STAGE_ONE = {"pack_tokens": 256, "optim": {"steps": 3, "microbatch": 1}, "log": {"parts_every": 9}}
+STAGE_TWO = {"max_new": 12, "optim": {"steps": 3, "microbatch": 1, "eps": 1e-4}, "log": {"parts_every": 9}}
+"""Three steps with evidence, two microbatches on each of two ranks; norms of single terms in the first. Long enough for
+an answer, so that some are right and some wrong.
+
+AdamW divides a gradient by its size: one that is nothing but rounding would move a weight as far as any other. With the
+usual ``eps`` one process in float32 ends 3 % of the way apart from one in float64; with this one 0.01 %."""
+STAGE_ONE = {"pack_tokens": 256, "optim": STAGE_TWO["optim"], "log": {"parts_every": 9}}
+PER_RANK = ("data/examples_per_rank", "data/rejected_per_rank")
+"""Metrics that are means over ranks by their name."""
 
 
 def engine_file(folder: Path, **content: Any) -> Path:
@@ -51,11 +58,8 @@ def command(kind: str, config: Path, *flags: str, processes: int = 2, engine: st
 def torchrun(line: list[str]) -> list[str]:
     """The same command, started by torchrun instead of ``--processes``."""
     at = line.index("--processes")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", line[at + 1], "--master-addr", "127.0.0.1"]
-    return [line[0], *launcher, "--master-port", port, *line[1:at], *line[at + 2 :]]
+    return [line[0], *launcher, "--master-port", own_port(), *line[1:at], *line[at + 2 :]]
 
 
 def finish(arguments: list[str], seconds: float = TIMEOUT, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -69,11 +73,8 @@ def finish(arguments: list[str], seconds: float = TIMEOUT, **variables: str) -> 
 def ranks(commands: list[list[str]], folder: Path, homes: Sequence[Path] = (), code: int = 0) -> list[Forked]:
     """One process for each command, rank after rank, as torchrun would start them, without the time for imports. With
     ``homes`` each works in a folder of its own, as the only rank of its machine."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     world, started = str(len(commands)), []
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": own_port(), "WORLD_SIZE": world}
     try:
         for rank, arguments in enumerate(commands):
             place = {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -132,12 +133,34 @@ def both(
     launcher: str = "",
     **changes: Any,
 ) -> tuple[Path, Path]:
-    """The same settings in one process (this one) and on several; the folders of both runs."""
+    """The same settings in one process (this one) and on several; the folders of both runs. Ranks of Stage 2 note what
+    they had to do."""
     one, several = folder / "one", folder / "several"
-    raw = configure(kind, model, data, several, **changes)
-    train(kind, raw, processes=processes, engine=engine, launcher=launcher)
+    raw, flags = configure(kind, model, data, several, **changes), list[str]()
+    if kind == "rl":
+        raw, flags = raw | {"method": {"type": "noting-rl"}}, ["--plugin", str(NOTING)]
+    train(kind, raw, *flags, processes=processes, engine=engine, launcher=launcher)
     stage_runs.run(kind, configure(kind, model, data, one, **changes))
     return one, several
+
+
+def assert_uneven(out: Path, processes: int = 2) -> None:
+    """That Stage 2 trained on rewards, and that ranks had unequal work: somewhere one had wrong answers to pass through
+    while another had none, and its longest completion was shorter than that of another."""
+    work = [lines(out.parent, f"{out.name}.work-{rank}.jsonl") for rank in range(processes)]
+    wrong = [counts for steps in zip(*work, strict=True) for counts in zip(*(s["wrong"] for s in steps), strict=True)]
+    assert any(min(counts) == 0 < max(counts) for counts in wrong), wrong
+    longest = [[max(each["tokens"]) for each in steps] for steps in zip(*work, strict=True)]
+    assert any(min(counts) < max(counts) for counts in longest), longest
+    steps = lines(out)
+    assert steps[0]["grad_norm/policy"] > 1e-3 and max(column(steps, "evidence/has_wrong_answer")) > 0
+
+
+def assert_rewarded(out: Path) -> None:
+    """That Stage 2 had something to learn from: rewards that differ within a group, and wrong answers."""
+    rolled = [line for line in lines(out) if "reward" in line]  # later updates on the same rollouts have none
+    assert min(column(rolled, "groups/without_variance")) < 1, rolled
+    assert max(column(lines(out), "evidence/has_wrong_answer")) > 0
 
 
 def checkpoints(out: Path) -> list[str]:
