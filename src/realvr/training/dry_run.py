@@ -24,12 +24,13 @@ def dry_run(task: Task, settings: TrainSettings, engine: Engine) -> int:
         engine.print(f"validation: {len(validation.questions)} questions every {settings.validation.every} steps")
     for name, text in memory.shapes(collected.microbatches[0], "microbatch"):
         engine.print(f"  {name}: {text}")
-    for name, size in held.items():
-        engine.print(f"{name}: {size / memory.GIB:.3f} GiB")
-    memory.refuse_too_large(engine, settings)
     expected = memory.expected(task, settings, engine, collected.microbatches)
+    for line in memory.expected_lines(held, expected):
+        engine.print(line)
+    memory.refuse_too_large(engine, settings)
+    kept = held["gradients"] if engine.keeps_gradients else 0
     with memory.explain_shortage(engine, settings, "one microbatch"):
-        measured = memory.measured_peak(engine, collected.microbatches[0])
-    for line in memory.total_lines(held, expected, measured, len(collected.microbatches)):
+        measured = memory.measured_peak(engine, collected.microbatches[0], kept)
+    for line in memory.measured_lines(held, expected, measured, len(collected.microbatches)):
         engine.print(line)
     return 0

@@ -21,6 +21,8 @@ from realvr.training.settings import RlSettings, SftSettings, StageSettings, Tra
 from realvr.training.task import Task
 
 MOST_RANKS = 8192
+STATES = ("frozen weights", "trained weights", "optimizer")
+"""What is there all the time, of what an engine holds."""
 
 
 def refuse_too_large(engine: Engine, settings: TrainSettings) -> None:
@@ -63,22 +65,31 @@ def expected(task: Task, settings: TrainSettings, engine: Engine, microbatches: 
     return estimate(decoder_of(backbone.model), weights_of(engine.module), work, setup, room)
 
 
-def total_lines(
+def expected_lines(held: Mapping[str, int], expected: Estimate | None) -> Iterator[str]:
+    """What a dry run prints before it measures: the parts of the fullest moment, and their sum. ``held`` is what the
+    engine says itself (`Engine.estimate`): its weights and optimizer count."""
+    if expected is None:
+        for name, size in held.items():
+            yield f"{name}: {size / GIB:.3f} GiB"
+        return
+    parts = expected.parts | {name: size for name, size in held.items() if name in STATES}
+    for name, size in parts.items():
+        if size or name in held:
+            yield f"{name}{'' if name in held else ' (estimate)'}: {size / GIB:.3f} GiB"
+    yield f"total (estimate): {sum(parts.values()) / GIB:.3f} GiB, in: {expected.moment}"
+
+
+def measured_lines(
     held: Mapping[str, int], expected: Estimate | None, measured: int | None, microbatches: int
 ) -> Iterator[str]:
-    """What a dry run prints about activations and the sum. ``measured``: activations and gradients of one microbatch,
-    to which accumulation adds a second copy of gradients where several passes share a weight."""
+    """What it prints after that. ``measured``: activations, gradients and gathered weights of one microbatch, to which
+    accumulation adds a second copy of gradients where several passes share a weight."""
     states = sum(held.values())
-    if expected is not None:
-        for name, size in expected.parts.items():
-            if name not in held and size:
-                yield f"{name} (estimate): {size / GIB:.3f} GiB"
-        yield f"total (estimate): {expected.peak / GIB:.3f} GiB, in: {expected.moment}"
-    elif measured is None:
-        yield f"total without activations: {states / GIB:.3f} GiB (no estimate of activations for this method)"
     if measured is None:
+        if expected is None:
+            yield f"total without activations: {states / GIB:.3f} GiB (no estimate of activations for this method)"
         return
-    own = max(measured - held["gradients"], 0)
+    own = max(measured - sum(size for name, size in held.items() if name not in STATES), 0)
     second = 0
     if expected is not None and microbatches > 1:
         second = expected.parts.get(SECOND, 0)
@@ -160,10 +171,10 @@ def images(inputs: Sequence[ImageInput]) -> str:
     return f"{count}, {each} visual tokens each, {sum(tokens):,} in all; pixels {listed}{more}"
 
 
-def measured_peak(engine: Engine, microbatch: object) -> int | None:
-    """Bytes of activations and gradients in one forward and backward pass, measured; None without a GPU.
+def measured_peak(engine: Engine, microbatch: object, kept: int = 0) -> int | None:
+    """Bytes of activations, gradients and gathered weights in one forward and backward pass; None without a GPU.
 
-    The gradients are thrown away and no parameter changes.
+    The gradients are thrown away and no parameter changes. ``kept``: bytes of gradients that the engine holds already.
     """
     if engine.device.type != "cuda":
         return None
@@ -173,4 +184,4 @@ def measured_peak(engine: Engine, microbatch: object) -> int | None:
         loss, _ = engine.forward(microbatch)
         engine.backward(loss)
     engine.drop_gradients()
-    return torch.cuda.max_memory_allocated(engine.device) - before
+    return torch.cuda.max_memory_allocated(engine.device) - before + kept

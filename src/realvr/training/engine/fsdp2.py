@@ -35,13 +35,11 @@ from realvr.training.engine.settings import EngineSettings, FSDP2Settings
 from realvr.training.engine.shards import piece
 from realvr.training.engine.stacked import shape_of, stack
 from realvr.training.engine.whole import estimate_whole
+from realvr.training.estimate.peak import gathers_whole
 from realvr.training.metrics import Metrics
 from realvr.training.optimizer import build_optimizer
 from realvr.training.sections import OptimSettings
 
-GATHERED_SHARE = 0.7
-"""Of the free memory of a GPU, how much the gathered parameters of a rollout may take where ``rollout`` is auto. The
-rest is for keys and values."""
 OWN = ("language_model.", "lm_head")
 """Names of the parameters that a frozen vision tower does not have."""
 SHOWN = 16
@@ -110,7 +108,7 @@ class FSDP2(Engine):
         self._begin(module)
         self._local = {p: nn.Parameter(local_rows(p)) for p in module.parameters() if p.requires_grad}
         self._optimizer = build_optimizer(module, optim, self._local.__getitem__)
-        self._gathers = self._fits()
+        self._gathers = self._fits(optim)
 
     def _shard(self, layer: nn.Module) -> None:
         """Make a layer a group of its own, unless it is one."""
@@ -164,15 +162,15 @@ class FSDP2(Engine):
         for part in self._parts():
             part.reshard()
 
-    def _fits(self) -> bool:
+    def _fits(self, optim: OptimSettings) -> bool:
         """Whether all parameters of this model can be whole on every rank during a rollout."""
+        free = None
+        if self.device.type == "cuda":  # less what the optimizer will hold from the first step on
+            states = estimate_whole(self.module, optim, self.held_numbers)["optimizer"]
+            free = torch.cuda.mem_get_info(self.device)[0] - states
+        whole = sum(_bytes(p) for p in self.module.parameters() if isinstance(p, DTensor))
         wanted = getattr(self.settings, "rollout", "auto")
-        if wanted != "auto" or self.device.type != "cuda":
-            return wanted != "lockstep"
-        free, _ = torch.cuda.mem_get_info(self.device)
-        whole = sum(p.numel() * p.element_size() for p in self.module.parameters() if isinstance(p, DTensor))
-        states = sum(12 * local.numel() for local in self._local.values())
-        return not self.any(whole > GATHERED_SHARE * (free - states))
+        return not self.any(not gathers_whole("fsdp2", wanted, whole, free))
 
     @property
     @override

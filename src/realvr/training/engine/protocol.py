@@ -280,6 +280,8 @@ class Engine(ABC):
     def lockstep(self) -> bool:
         """Whether all ranks must pass through the model equally often inside ``full_parameters``."""
 
+    keeps_gradients: ClassVar[bool] = False
+    """Whether the bytes of gradients are taken from `prepare` on, not from pass to pass."""
     shards: bool = False
     """Whether each rank keeps a part of the parameters only, so that models are loaded through `place`."""
 

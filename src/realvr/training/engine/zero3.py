@@ -29,14 +29,13 @@ from realvr.training.engine.placing import fill
 from realvr.training.engine.protocol import Engine, trained_of
 from realvr.training.engine.settings import EngineSettings, ZeRO3Settings
 from realvr.training.engine.zero3_start import configuration, start
+from realvr.training.estimate.peak import bucket_of, bytes_of, gathers_whole
 from realvr.training.metrics import Metrics
 from realvr.training.optimizer import parameter_groups
 from realvr.training.sections import OptimSettings
 
 SHOWN = 16
 """Values of a parameter that are hashed."""
-ROOM = 0.5
-"""Share of the free GPU memory that the gathered model may take in a rollout; the rest is for keys and values."""
 
 
 class ZeRO3(Accelerated, Engine):
@@ -51,6 +50,7 @@ class ZeRO3(Accelerated, Engine):
     launcher_flag = "ACCELERATE_USE_DEEPSPEED"
     shards = True
     elastic = True
+    keeps_gradients = True
 
     def __init__(self, cpu: bool = False, settings: EngineSettings | None = None) -> None:
         self.settings: ZeRO3Settings = settings if isinstance(settings, ZeRO3Settings) else ZeRO3Settings()
@@ -77,9 +77,14 @@ class ZeRO3(Accelerated, Engine):
         config["communication_data_type"] = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
         with whole_towers(module):
             self._wrapped, _ = self.accelerator.prepare(module, self._optimizer)
-        if self.settings.rollout == "auto" and on_gpu:
-            size = sum(full_size(parameter) for parameter in module.parameters() if is_sliced(parameter))
-            self._lockstep = self.any(size > ROOM * torch.cuda.mem_get_info(self.device)[0])
+        self._lockstep = not self._fits()
+
+    def _fits(self) -> bool:
+        """Whether all parameters of this model can be whole on every rank during a rollout. Masters, moments and
+        gradients are there by now."""
+        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None
+        whole = sum(full_size(parameter) for parameter in self.module.parameters() if is_sliced(parameter))
+        return not self.any(not gathers_whole("zero3", self.settings.rollout, whole, free))
 
     def _refuse(self, module: nn.Module, trained: Sequence[nn.Parameter], optim: OptimSettings) -> None:
         wide = next((parameter.dtype for parameter in module.parameters() if parameter.dtype.itemsize > 4), None)
@@ -254,18 +259,8 @@ class ZeRO3(Accelerated, Engine):
 
     @override
     def estimate(self, module: nn.Module, optim: OptimSettings) -> dict[str, int]:
-        held = {"frozen weights": 0, "trained weights": 0, "gradients": 0, "optimizer": 0}
-        for parameter in module.parameters():
-            numbers, size = own_slice(parameter).numel(), parameter.element_size()
-            if not parameter.requires_grad:
-                held["frozen weights"] += numbers * size
-                continue
-            held["trained weights"] += numbers * size
-            held["gradients"] += numbers * 4
-            held["optimizer"] += numbers * (12 if size < 4 else 8)
-        bucket = self.wrapped.zero_reduce_bucket_size()
-        held["gradients"] += bucket * next(self.trainable()).element_size()
-        return held
+        found = ((self.held_numbers(p), p.element_size(), p.requires_grad) for p in module.parameters())
+        return bytes_of(found, optim.master_weights, bucket_of(self.settings.zero_optimization))
 
 
 def is_sliced(parameter: nn.Parameter) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from realvr.latent.modes import is_static
@@ -52,5 +53,6 @@ def workload_of(settings: TrainSettings, engine: Engine, microbatch: object, mic
 
 
 def setup_of_run(settings: TrainSettings, engine: Engine) -> Setup:
-    """How the engine of this run spreads the model."""
-    return Setup.of(engine.settings, engine.world, settings.optim.master_weights, settings.optim.gradients)
+    """How the engine of this run spreads the model. Asked after `Engine.prepare`, which decides on rollouts."""
+    setup = Setup.of(engine.settings, engine.world, settings.optim.master_weights, settings.optim.gradients)
+    return replace(setup, rollout="lockstep" if engine.lockstep else "gather") if setup.sharded else setup

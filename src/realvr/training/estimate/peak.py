@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from realvr.training import gradients
 from realvr.training.estimate.activations import Gradients, Phase, Workload, phases
-from realvr.training.estimate.rollout import buffer_bytes, rollout_bytes, rollout_group
+from realvr.training.estimate.rollout import buffer_bytes, cache_bytes, rollout_bytes, rollout_group
 from realvr.training.estimate.shape import Decoder, Weight
 from realvr.training.optimizer import LOT
 
@@ -29,6 +29,11 @@ PREFETCHED = 2
 """Layers that FSDP2 holds gathered at a time: the one that runs and the next."""
 ZERO_GROUP = 10**9
 """Numbers that ZeRO-3 updates at a time (DeepSpeed's ``sub_group_size``)."""
+ZERO_BUCKET = 5 * 10**8
+"""Numbers in the buffer through which ZeRO-3 sums gradients over ranks (DeepSpeed's ``reduce_bucket_size``)."""
+GATHERED_SHARE = {"fsdp2": 0.7, "zero3": 0.5}
+"""Of the memory that is free beside weights and optimizer, how much the gathered weights of a rollout may take where
+``rollout`` is auto. The rest is for keys and values."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ class Setup:
     rollout: Literal["auto", "gather", "lockstep"] = "auto"
     max_live: float = 1e9
     """ZeRO-3: gathered parameters that may stay (``stage3_max_live_parameters``)."""
+    bucket: int = ZERO_BUCKET
+    """ZeRO-3: numbers in the buffer of gradients (`bucket_of`)."""
     deferred: bool = False
     """DDP: whether gradients of linear layers are deferred (``optim.gradients``)."""
 
@@ -50,6 +57,11 @@ class Setup:
     def sharded(self) -> bool:
         """Whether each rank holds a part of the parameters."""
         return self.engine in SHARDED
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a whole gradient and a rank's part of it are different tensors. ZeRO-3 has both on one rank too."""
+        return self.engine == "zero3" or (self.sharded and self.world > 1)
 
     @classmethod
     def of(cls, engine: EngineSettings, world: int, master_weights: bool, gradients: str = "deferred") -> Setup:
@@ -62,6 +74,7 @@ class Setup:
             reshard=getattr(engine, "reshard_after_forward", True),
             rollout=getattr(engine, "rollout", "auto"),
             max_live=float(zero.get("stage3_max_live_parameters", 1e9)),
+            bucket=bucket_of(zero),
             deferred=gradients == "deferred",
         )
 
@@ -78,6 +91,8 @@ class Estimate:
     """Whether rollouts run with all weights gathered."""
     together: int | None = None
     """Prompts that are rolled out together."""
+    cache: int = 0
+    """The most that keys and values of a rollout take, whatever else is there then."""
 
     @property
     def moment(self) -> str:
@@ -105,25 +120,40 @@ def local(weight: Weight, setup: Setup) -> int:
     return math.ceil(weight.numel / setup.world) * weight.count
 
 
-def bytes_of(parameters: Iterable[tuple[int, int, bool]], master_weights: bool) -> dict[str, int]:
+def bucket_of(zero_optimization: Mapping[str, Any]) -> int:
+    """Numbers that DeepSpeed's buffer of gradients holds from the start to the end, by its settings."""
+    size = int(zero_optimization.get("reduce_bucket_size", ZERO_BUCKET))
+    return size if zero_optimization.get("contiguous_gradients", True) else 0
+
+
+def bytes_of(
+    parameters: Iterable[tuple[int, int, bool]], master_weights: bool, bucket: int | None = None
+) -> dict[str, int]:
     """Bytes that do not depend on the batch, by what holds them, from (numbers, bytes of one, trained) of parameters.
-    Real engines count theirs by this too."""
+    Real engines count theirs by this too.
+
+    ``bucket`` is for ZeRO-3 (`bucket_of`): DeepSpeed trains weights of one type, has masters even of 32-bit ones, sums
+    gradients in 32 bits, and keeps those and the buffer all the time."""
     held = {"frozen weights": 0, "trained weights": 0, "gradients": 0, "optimizer": 0}
-    for numbers, itemsize, trained in parameters:
-        size = numbers * itemsize
+    given = list(parameters)
+    widest = max((itemsize for _, itemsize, trained in given if trained), default=0)
+    for numbers, itemsize, trained in given:
         if not trained:
-            held["frozen weights"] += size
+            held["frozen weights"] += numbers * itemsize
             continue
-        held["trained weights"] += size
-        held["gradients"] += size
-        held["optimizer"] += numbers * 12 if master_weights and itemsize < 4 else 2 * size
+        own = itemsize if bucket is None else widest
+        masters = bucket is not None or (master_weights and own < 4)
+        held["trained weights"] += numbers * own
+        held["gradients"] += numbers * (own if bucket is None else 4)
+        held["optimizer"] += numbers * (12 if masters else 2 * own)
+    held["gradients"] += (bucket or 0) * widest
     return held
 
 
 def held_bytes(weights: Iterable[Weight], setup: Setup) -> dict[str, int]:
     """The same for parameters that exist as shapes only, on one rank of an engine."""
     found = ((local(weight, setup), weight.itemsize, weight.trained) for weight in weights)
-    return bytes_of(found, setup.master_weights)
+    return bytes_of(found, setup.master_weights, setup.bucket if setup.engine == "zero3" else None)
 
 
 def estimate(
@@ -140,7 +170,7 @@ def estimate(
         moments[phase.name] = {
             **held,
             "gradients": first,
-            (UNSHARDED if setup.sharded and setup.world > 1 else SECOND): total - first,
+            (UNSHARDED if setup.cuts else SECOND): total - first,
             "gathered weights": gathered,
             "activations": phase.activations,
         }
@@ -153,7 +183,7 @@ def estimate(
     if not work.released:  # what rollouts leave behind is there in training too
         moments = {name: parts | buffer_bytes(decoder, work) for name, parts in moments.items()}
     moments["rollout"] = {**still, **rollout_bytes(decoder, work)}
-    return Estimate(held, moments, gathers, together)
+    return Estimate(held, moments, gathers, together, cache_bytes(decoder, work))
 
 
 def _head(decoder: Decoder, weight: Weight) -> bool:
@@ -212,9 +242,8 @@ def _summed(decoder: Decoder, trained: Sequence[Weight], work: Workload, setup: 
     largest = max((w.numel * w.itemsize for w in trained if w.part == "layer"), default=0)
     fresh = table * phase.table + (largest if now else 0)
     # Kept from an earlier microbatch; DDP's buckets and a shard's gradient are there from the start.
-    kept = kept if work.microbatches > 1 or setup.world > 1 else 0
-    sharded = setup.sharded and setup.world > 1
-    if sharded and (work.stage == "sft" or setup.engine == "fsdp2"):  # gradients leave layer by layer
+    kept = kept if work.microbatches > 1 or setup.world > 1 or setup.cuts else 0
+    if setup.cuts and (work.stage == "sft" or setup.engine == "fsdp2"):  # gradients leave layer by layer
         root = root_bytes(trained) if setup.engine == "fsdp2" else table
         return kept + min(now, PREFETCHED * max_layer(trained) + root) + table * phase.table
     if work.stage == "rl":  # a weight serves several passes: its gradients are added up before they reach .grad
@@ -256,17 +285,24 @@ def _update(weights: Sequence[Weight], setup: Setup) -> int:
     return 8 * max(min(LOT, sum(local(w, setup) for w in narrow)), *numbers)
 
 
+def gathers_whole(engine: str, rollout: str, whole: int, free: float | None) -> bool:
+    """Whether rollouts of a sharded engine run with all weights gathered, ``whole`` bytes. ``free``: bytes beside what
+    the engine holds all the time; None on CPUs, where ``auto`` always gathers. The engines decide by this too."""
+    if rollout != "auto":
+        return rollout == "gather"
+    return free is None or whole <= GATHERED_SHARE[engine] * free
+
+
 def rollout_states(
     decoder: Decoder, weights: Sequence[Weight], work: Workload, setup: Setup, room: float | None
 ) -> tuple[dict[str, int], bool]:
     """What is there during a rollout whatever is rolled out: optimizer and weights, gathered ones included; and whether
-    all are gathered. ``auto`` gathers where one prompt still fits beside them."""
+    all are gathered."""
     held = held_bytes(weights, setup)
-    still = {**held, "gradients": held["gradients"] if setup.world > 1 and not setup.sharded else 0}
+    kept = setup.engine == "zero3" or (setup.world > 1 and not setup.sharded)  # DDP's buckets, DeepSpeed's buffers
+    still = {**held, "gradients": held["gradients"] if kept else 0}
     if not setup.sharded or setup.world == 1:
         return still, False
     whole = whole_bytes(w for w in weights if w.part != "vision" or w.trained)
-    least = sum(rollout_bytes(decoder, replace(work, together=work.together or 1)).values())
-    fits = room is None or sum(still.values()) + least + whole <= room
-    gathers = setup.rollout == "gather" or (setup.rollout == "auto" and fits)
+    gathers = gathers_whole(setup.engine, setup.rollout, whole, None if room is None else room - sum(still.values()))
     return {**still, "gathered weights": whole if gathers else gathered_bytes(decoder, weights, setup)}, gathers

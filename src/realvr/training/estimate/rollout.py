@@ -17,10 +17,21 @@ fewer."""
 
 
 def rollout_bytes(d: Decoder, work: Workload) -> dict[str, int]:
-    """What a rollout of ``work.together`` prompts needs beside the weights, by what holds it, at its fullest: in the
-    prompts' pass, in the last decoding step, or before, when pictures are encoded."""
+    """What a rollout of ``work.together`` prompts needs beside the weights, by what holds it, at its fullest."""
+    features = work.prompts * work.visual * d.width * d.itemsize * (1 + d.deepstack)
+    fullest = max(_moments(d, work), key=lambda parts: sum(parts.values()))
+    return fullest | {"activations": fullest["activations"] + features} | buffer_bytes(d, work)
+
+
+def cache_bytes(d: Decoder, work: Workload) -> int:
+    """The most that keys and values ever take in it, static buffers included."""
+    most = max(parts["keys and values"] for parts in _moments(d, work))
+    return most + sum(buffer_bytes(d, work).values())
+
+
+def _moments(d: Decoder, work: Workload) -> list[dict[str, int]]:
+    """When pictures are encoded, in the prompts' pass, and in the last decoding step."""
     prompts, every = work.together or work.prompts, work.prompts
-    features = every * work.visual * d.width * d.itemsize * (1 + d.deepstack)
     encoded = min(every * work.visual, max(work.visual, ENCODED_TOGETHER))
     column = 2 * d.key * d.itemsize * d.layers
     before = prompts * work.tokens * column
@@ -31,13 +42,11 @@ def rollout_bytes(d: Decoder, work: Workload) -> dict[str, int]:
     if work.static:
         span = prompts * (work.tokens + work.span) * column
         last = [{"keys and values": before + span, "activations": 0}, {"keys and values": span, "activations": sampled}]
-    moments = [
+    return [
         {"keys and values": 0, "activations": vision_bytes(d, encoded)},
         {"keys and values": before, "activations": _prompt_bytes(d, work, prompts)},
         *last,
     ]
-    fullest = max(moments, key=lambda parts: sum(parts.values()))
-    return fullest | {"activations": fullest["activations"] + features} | buffer_bytes(d, work)
 
 
 def buffer_bytes(d: Decoder, work: Workload) -> dict[str, int]:
