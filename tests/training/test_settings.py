@@ -54,7 +54,13 @@ def test_paper_configs_hold_the_tables(path: Path) -> None:
     optim, variable = settings.optim, backbone.family.startswith("qwen")
     assert optim.batch == (1600 if "235b" in name else 512) and optim.microbatch == 1
     assert (optim.schedule, optim.warmup, optim.weight_decay) == ("cosine", 0.03, 0.1)
-    assert settings.model.dtype == "bfloat16" and settings.engine == "zero3-paper"
+    # DeepSpeed would hold the whole gradient of Stage 2, which these two have no room for.
+    own = kind == "rl" and name in ("qwen3-vl-235b-a22b", "qwen3-vl-30b-a3b")
+    assert settings.model.dtype == "bfloat16" and settings.engine == ("fsdp2" if own else "zero3-paper")
+    plan = f"--stage {kind} --gpus {optim.batch} --gpu mi250x --engine {settings.engine}\n"
+    assert f"#   realvr plan --backbone {backbone.name} {plan}" in head
+    assert ("paper's is zero3-paper" in head) == own
+    assert f"paper/{path.stem} --dry-run" not in head  # on one process it would load the whole model
     if isinstance(settings, SftSettings):
         assert settings.model.path == backbone.hub_id
         assert optim.lr == 1e-5 and settings.model.latents == 8 and isinstance(settings.method, LvrSftConfig)
