@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from realvr.training.engine.whole import estimate_whole
 from realvr.training.estimate import Setup, Workload, decoder_of, estimate, weights_of, with_adapters
 from realvr.training.estimate.peak import GIB, SECOND, UNSHARDED, held_bytes
 from realvr.training.optimizer import build_optimizer
+from realvr.training.packaged import FOLDER
 from realvr.training.sections import LoraSettings, OptimSettings
 from realvr.zoo.presets import PRESETS, preset_config
 
@@ -111,6 +113,20 @@ def test_fsdp2_hands_gradients_on_after_each_pass(capsys: pytest.CaptureFixture[
     assert zero3["moments_gib"][moment] > fsdp2["moments_gib"][moment] + 8
 
 
+@pytest.mark.parametrize("gpus", ["1", "8"])
+def test_zero3_holds_its_gradients_at_every_moment(gpus: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Four bytes of each of a rank's share and DeepSpeed's buffer, in a rollout too, where FSDP2 has none; the sums
+    that are not cut yet come on top, on one GPU too."""
+    asking = ["--backbone", "InternVL", "--gpus", gpus, "--gpu", "H200", "--engine"]
+    (found,) = asked(capsys, *asking, "zero3")
+    moments, bytes_held = found["moment_parts_gib"], 4 * found["trained_parameters"] / int(gpus) + 2 * 5e8
+    for parts in moments.values():
+        assert parts["gradients"] * GIB == pytest.approx(bytes_held, rel=1e-6)
+    assert moments["prompt, backward"][UNSHARDED] * GIB == pytest.approx(2 * found["trained_parameters"], rel=0.1)
+    (other,) = asked(capsys, *asking, "fsdp2")
+    assert other["moment_parts_gib"]["rollout"]["gradients"] == 0
+
+
 def test_autograd_sums_the_passes_of_a_weight_before_its_gradient() -> None:
     """Why that copy exists: ``.grad`` is touched once, after the first pass has gone backward too."""
     layer, events = nn.Linear(3, 3, bias=False), []
@@ -170,6 +186,31 @@ def test_static_buffers_are_counted_where_rollouts_have_them(capsys: pytest.Capt
         assert found["parts_gib"].get("static buffers", 0) * GIB == pytest.approx(expected * column)
 
 
+def test_keys_and_values_and_every_moment_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the fullest moment is another one; two copies while the last tokens are decoded."""
+    asking = [*BACKBONE, "--gpu", "H100", "--engine", "zero3"]
+    (found,) = asked(capsys, *asking)
+    assert found["moment"] != "rollout" and found["moments_gib"].keys() == found["moment_parts_gib"].keys()
+    for name, parts in found["moment_parts_gib"].items():
+        assert sum(parts.values()) == pytest.approx(found["moments_gib"][name])
+    text = preset_config("InternVL3-8B").text_config
+    column = 2 * text.num_hidden_layers * text.num_key_value_heads * text.hidden_size // text.num_attention_heads * 2
+    size = 2 * (13 * 256 + 150 + 8 + 2 + 8 * 192) * column
+    assert found["keys_and_values_gib"] * GIB == pytest.approx(size)
+    assert main(["plan", *asking]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(rf"^  keys and values, at most +{size / GIB:.2f} GiB$", printed, re.MULTILINE)
+    assert "a step: at least about " in printed
+    (first,) = asked(capsys, *asking, "--stage", "sft")
+    assert first["keys_and_values_gib"] is None
+
+
+def test_help_says_what_a_step_time_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert "The step time is a lower bound" in " ".join(capsys.readouterr().out.split())
+
+
 def test_lora_without_a_number(capsys: pytest.CaptureFixture[str]) -> None:
     (found,) = asked(capsys, *BACKBONE, "--gpu", "H100", "--lora", "--stage", "sft")
     assert found["lora"] == 16 and found["trained_parameters"] < found["parameters"] / 100
@@ -189,6 +230,17 @@ def test_all_six_and_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
     assert first["fits"] and first["parts_gib"]["optimizer"] == pytest.approx(235.1e9 * 12 / 1600 / GIB, rel=0.01)
     (second,) = asked(capsys, *paper)
     assert not second["fits"] and second["parts_gib"][UNSHARDED] > 400
+
+
+@pytest.mark.slow
+def test_every_paper_config_fits_by_its_own_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command that its header names, on the paper's GPUs."""
+    files = sorted((FOLDER / "paper").glob("*.yaml"))
+    lines = [line.split()[3:] for file in files for line in file.read_text().splitlines() if "realvr plan --" in line]
+    assert len(lines) == len(files) == 12
+    for line in lines:
+        (found,) = asked(capsys, *line)
+        assert found["fits"], line
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ def rewrite(args: list[str]) -> list[str]:
 def plan(settings: PlanCommand) -> int:
     """Estimate memory, communication and step time of a training before it is started. Nothing is downloaded.
 
+    The step time is a lower bound: the one run that it was compared with took 1.5 times as long.
+
     Examples:
       realvr plan --backbone Qwen2.5 --gpus 8 --gpu A100-80
       realvr plan --backbone Qwen3-VL-8B --gpus 1 --gpu H200 --lora --engine ddp

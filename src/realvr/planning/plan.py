@@ -40,7 +40,7 @@ class Plan:
     smallest: int | None
     """Fewest GPUs on which it fits, all else equal."""
     seconds: dict[str, float]
-    """Of a step; empty where the GPU's rates are not known."""
+    """Of a step, at least; empty where the GPU's rates are not known."""
     communication: dict[str, float]
     would: list[str]
     """Where it does not fit: changes that make it fit."""
@@ -84,7 +84,11 @@ class Plan:
             "moment": self.found.moment,
             "parts_gib": {name: size / GIB for name, size in self.found.parts.items()},
             "moments_gib": {name: sum(parts.values()) / GIB for name, parts in self.found.moments.items()},
+            "moment_parts_gib": {
+                name: {part: size / GIB for part, size in parts.items()} for name, parts in self.found.moments.items()
+            },
             "rollout_gathers": self.found.gathers,
+            "keys_and_values_gib": self.found.cache / GIB if self.settings.stage == "rl" else None,
             "smallest_gpus": self.smallest,
             "would_fit": self.would,
             "communication_gb": {name: size / 1e9 for name, size in self.communication.items()},

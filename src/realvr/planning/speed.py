@@ -1,4 +1,6 @@
-"""Time and communication of a step, from products, bytes and launches. An estimate: nothing overlaps, no rank waits.
+"""Time and communication of a step, from products, bytes and launches. Take it as a lower bound: no rank waits, nothing
+is padded, loaded, logged or saved, and the one run that it was compared with took 1.5 times as long (docs/engines.md).
+That nothing overlaps does not make up for it.
 
 The four rates below come from measurements on one H200 (docs/speed.md); they are shares of a data sheet's
 numbers, so that they carry over to other GPUs as far as these do.
@@ -38,7 +40,7 @@ def _products(decoder: Decoder, parameters: float, tokens: float, keys: float) -
 
 
 def seconds(decoder: Decoder, weights: Sequence[Weight], work: Workload, setup: Setup, gpu: Gpu) -> dict[str, float]:
-    """Seconds of one optimizer step, communication not included."""
+    """Seconds of one optimizer step, at least; communication not included."""
     parameters = active(decoder, weights)
     adapters = any(not w.trained and w.part == "layer" for w in weights)
     launch = (ADAPTER_LAUNCHES if adapters else LAUNCHES) * decoder.layers

@@ -31,6 +31,7 @@ def details(plan: Plan) -> str:
         how = "all weights gathered once" if plan.found.gathers else "lockstep, layer by layer"
         together = f"rollout: {work.together} of {work.prompts} prompts together"
         lines.append(together + (f"; {how}" if plan.setup.sharded else ""))
+        lines.append(f"  {'keys and values, at most':<36} {plan.found.cache / GIB:9.2f} GiB")
     if plan.communication:
         lines += ["", "sent by one GPU per step:"]
         lines += [f"  {name:<36} {size / 1e9:9.2f} GB" for name, size in plan.communication.items()]
@@ -38,7 +39,7 @@ def details(plan: Plan) -> str:
     if plan.seconds:
         total = sum(plan.seconds.values())
         parts = ", ".join(f"{name} {value:.2f}" for name, value in plan.seconds.items())
-        lines.append(f"a step: about {total:.1f} s ({parts}; nothing overlapped)")
+        lines.append(f"a step: at least about {total:.1f} s ({parts}; nothing overlapped)")
     else:
         lines.append("a step: name the GPU (--gpu) to get its time")
     return "\n".join(lines)
@@ -75,7 +76,8 @@ def table(plans: Sequence[Plan]) -> str:
         f"{stage}, {what}, engine {first.setup.engine}, {first.setup.world:,} x {first.gpu.name}, room "
         f"{first.room / GIB:.1f} GiB each; GiB of one GPU, estimates"
     )
-    names = ("backbone", "weights", "gradients", "optimizer", "gathered", "activations", "peak", "fits", "fewest", "s")
+    memory = ("weights", "gradients", "optimizer", "gathered", "activations")
+    names = ("backbone", *memory, "peak", "fits", "fewest", "s, least")
     rows = [names, *(_line(plan) for plan in plans)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(names))]
     lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
