@@ -14,6 +14,8 @@ from realvr.evaluation.statistics import interval
 
 _Z = 1.959963984540054  # two-sided 95 % of a normal distribution
 RESAMPLES = 2000
+_AT_ONCE = 2**22
+"""Numbers that are drawn at once, unless one draw has more: 32 MB."""
 _SEED = 0
 
 Rate = dict[str, Any]
@@ -59,9 +61,14 @@ def mean(values: Sequence[float]) -> dict[str, Any]:
 
 def resampled(array: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:
     """Means (R, …) of draws with replacement from (n, …)."""
-    several = max(1, 2**22 // array.size)  # resamples drawn at once: 32 MB of numbers
-    sizes = [min(several, RESAMPLES - start) for start in range(0, RESAMPLES, several)]
+    sizes = parts_of(array.size)
     return np.concatenate([array[rng.integers(0, len(array), (size, len(array)))].mean(1) for size in sizes])
+
+
+def parts_of(size: int) -> list[int]:
+    """How many of the `RESAMPLES` draws of ``size`` numbers each are made at once."""
+    several = max(1, _AT_ONCE // size)
+    return [min(several, RESAMPLES - start) for start in range(0, RESAMPLES, several)]
 
 
 def difference(first: Sequence[float], second: Sequence[float]) -> dict[str, Any]:
@@ -95,10 +102,10 @@ def ratio(tops: Sequence[float], bottoms: Sequence[float]) -> dict[str, Any]:
     if not len(above) or not below.sum() > 0:
         return {"mean": None, "low": None, "high": None, "pairs": len(above)}
     rng = np.random.default_rng(_SEED)
+    both, alike = np.stack([above, below], axis=1), np.full(len(above), 1 / len(above))
     # How often each pair is drawn: n draws with replacement are a multinomial count.
-    counts = rng.multinomial(len(above), np.full(len(above), 1 / len(above)), RESAMPLES)
-    under = counts @ below
-    drawn = (counts @ above) / np.where(under > 0, under, np.nan)
+    sums_R2 = np.concatenate([rng.multinomial(len(above), alike, size) @ both for size in parts_of(len(above))])
+    drawn = sums_R2[:, 0] / np.where(sums_R2[:, 1] > 0, sums_R2[:, 1], np.nan)
     low, high = interval(drawn[np.isfinite(drawn)])
     return {"mean": float(above.sum() / below.sum()), "low": low, "high": high, "pairs": len(above)}
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from typing_extensions import TypedDict
 
 from realvr.diagnostics import results
-from realvr.diagnostics.numbers import RESAMPLES, columns, mean, rate
+from realvr.diagnostics.numbers import columns, mean, parts_of, rate
 from realvr.evaluation.statistics import interval
 from realvr.runs.journal import Record
 from realvr.runs.records import Text
@@ -145,11 +145,20 @@ def _positions(scores: Sequence[Sequence[float]], losses: Sequence[Sequence[floa
     x_NK, y_NK = np.asarray(scores, dtype=np.float64), np.asarray(losses, dtype=np.float64)
     rho = spearman(x_NK.mean(0), y_NK.mean(0))
     rng = np.random.default_rng(0)
-    times_RN = np.stack([np.bincount(rng.integers(0, count, count), minlength=count) for _ in range(RESAMPLES)])
-    drawn_R = correlations(times_RN @ x_NK, times_RN @ y_NK)
+    both_NK = np.concatenate([x_NK, y_NK], axis=1)
+    sums_RK = np.concatenate([_times(rng, size, count) @ both_NK for size in parts_of(count)])
+    drawn_R = correlations(*np.split(sums_RK, 2, axis=1))
     known = drawn_R[~np.isnan(drawn_R)]
     low, high = interval(known) if rho is not None and known.size else (None, None)
     return {"rho": rho, "low": low, "high": high, "pairs": count}
+
+
+def _times(rng: np.random.Generator, size: int, count: int) -> Array:
+    """(size, count) how often each question is drawn."""
+    times: Array = np.empty((size, count))
+    for row in times:
+        row[:] = np.bincount(rng.integers(0, count, count), minlength=count)
+    return times
 
 
 def spearman(x: Sequence[float] | Array, y: Sequence[float] | Array) -> float | None:
