@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from pair_cases import world_samples
 from pair_reference import question
 from realvr.backbone import Backbone
 from realvr.backbone.samples import answer_tokens
+from realvr.cli import main
+from realvr.data.export import write as export
 from realvr.data.sample import ImageRef
 from realvr.diagnostics.base import Samples, Shown
 from realvr.diagnostics.measuring.vocabulary import Vocabulary as Words
@@ -117,6 +121,32 @@ def test_a_checkpoint_without_the_marker_has_no_cosine_to_it(backbone: Backbone)
     assert diagnostic.drawn([Shown("m", summary)]) and diagnostic.figure([Shown("m", summary)]) is not None
 
 
+def test_a_tokenizer_without_the_marker_from_the_command(
+    build_tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused by name; with a number of latents it is measured, and the markers that it has not are said."""
+    export(iter(world_samples(1)), "jsonl", tmp_path / "data.jsonl")
+    run = [str(build_tiny("qwen2.5-vl")), str(tmp_path / "data.jsonl"), "--limit", "2", "--device", "cpu"]
+    run += ["--max-new", "2", "--out", str(tmp_path / "out")]
+    assert main(["diagnose", "vocabulary", *run]) == 2
+    said = capsys.readouterr().err
+    assert "Its tokenizer has no <|lvr_end|>; --latents K measures it" in said and not (tmp_path / "out").exists()
+    assert main(["diagnose", "vocabulary", *run, "--latents", "2"]) == 0
+    said = capsys.readouterr().err
+    assert "has no <|lvr_end|>: its 2 latents stand between untrained markers" in said
+    assert "no <|lvr_end|> of its own: there is no cosine to it" in said
+    summary = json.loads((tmp_path / "out" / "vocabulary.json").read_text())
+    assert summary["latents"] == 2 and summary["states"] == 4 and summary["cosine"]["end"]["mean"] is None
+    assert summary["cosine"]["random"]["pairs"] == 2
+    for test in ("variation", "saliency"):
+        assert main(["diagnose", test, *run, "--latents", "2"]) == 2
+    told = capsys.readouterr().err
+    assert "Its tokenizer has no <|lvr_end|>\n" in told and "would read untrained markers" in told
+    suite = ["diagnose", run[0], "--data", *run[1:-1], str(tmp_path / "suite"), "--latents", "2", "--tests"]
+    assert main([*suite, "vocabulary,saliency"]) == 2 and "untrained markers" in capsys.readouterr().err
+    assert main([*suite, "vocabulary"]) == 0 and (tmp_path / "suite" / "vocabulary.json").is_file()
+
+
 # ---------------------------------------------------------------------- numbers by hand
 
 
@@ -142,6 +172,10 @@ def test_modal_tokens_by_hand() -> None:
     masked = found["masked"]
     assert masked["token"] == "<" and masked["share"]["mean"] == pytest.approx(4 / 6) and masked["distinct"] == 2
     assert masked["probability"]["mean"] == pytest.approx((1 + 0.5 + 0.9 + 0.2 + 0.4 + 0.6) / 6)
+    assert masked["modal_probability"]["mean"] == pytest.approx((1 + 0.5 + 0.9 + 0.4) / 4)  # not those of " red"
+    assert masked["modal_probability"]["pairs"] == 3
+    assert [one["modal_probability"]["mean"] for one in masked["positions"]] == pytest.approx([2.3 / 3, 0.4])
+    assert masked["positions"][1]["probability"]["mean"] == pytest.approx(1.3 / 3)
     assert masked["tokens"] == [{"id": 7, "token": "<", "states": 4}, {"id": 9, "token": " red", "states": 2}]
     assert [one["token"] for one in masked["positions"]] == ["<", " red"]
     assert masked["positions"][1]["share"]["mean"] == pytest.approx(2 / 3)
@@ -158,6 +192,12 @@ def test_figure_tables_and_panel() -> None:
     panel = Vocabulary().panel(RECORDS[1])
     assert panel is not None and "‘␣red’" in str(panel.as_json())
     assert Vocabulary().panel(RECORDS[3]) is None
+    table = Vocabulary().side_by_side([Shown("one", summary)])
+    assert "| its probability there | top-1 probability, all states |" in table and "0.700 [" in table
+    for reading in ("masked", "raw"):  # as earlier versions wrote it
+        for found in (summary[reading], *summary[reading]["positions"]):
+            del found["modal_probability"]
+    assert Vocabulary().drawn([Shown("one", summary)])
     empty = Vocabulary().summarise([])
     assert Vocabulary().figure([Shown("m", empty)]) is None and Vocabulary().drawn([Shown("m", empty)])
     assert shown("\n") == "‘↵’" and shown("") == "‘∅’" and shown("\x00") == "‘�’" and shown(None) == "–"

@@ -68,6 +68,9 @@ class Needs:
     """Another model beside the first: ``--second-model``, `Model.second`."""
     may_compare: bool = False
     """``--second-model`` is taken where it is given: any model, with its own K or without a span."""
+    untrained: bool = False
+    """Beside ``span``: an explicit ``--latents K`` is taken for a checkpoint without latent markers of its own, too;
+    those that were added when it was read have not been trained."""
     singles: bool = False
     """Beside ``pairs``: samples that are no view of a pair are taken as well, as `realvr.diagnostics.pairs.Single`."""
 

@@ -23,6 +23,7 @@ from realvr.diagnostics.settings import DiagnoseSettings
 from realvr.diagnostics.states import StateFiles
 from realvr.errors import UserError
 from realvr.evaluation.processes import Ranks
+from realvr.families import LVR_END
 from realvr.imaging.reference import ImageRef
 from realvr.runs.files import write_atomically
 from realvr.runs.folder import RunFolder, open_run_folder
@@ -95,7 +96,8 @@ def load_model(diagnostics: Sequence[Diagnostic], settings: DiagnoseSettings, ra
 
     def load(path: str, needing: str | None, latents: int | None, second: Model | None = None) -> Model:
         responder = load_responder(settings, path, ranks)
-        return Model(responder, chosen_latents(needing, path, responder, latents, ranks.rank == 0), second)
+        chosen = chosen_latents(needing, path, responder, latents, ranks.rank == 0, takes_untrained(diagnostics))
+        return Model(responder, chosen, second)
 
     second = None
     if settings.second_model:  # one that is only compared with may have another K, or no span
@@ -125,22 +127,35 @@ def load_responder(settings: DiagnoseSettings, path: str, ranks: Ranks) -> Model
     return ModelResponder(backbone, sampling, path=path)
 
 
-def chosen_latents(needing: str | None, path: str, responder: ModelResponder, asked: int | None, show: bool) -> int:
+def takes_untrained(diagnostics: Sequence[Diagnostic]) -> bool:
+    """Whether all of them also look at a span whose markers were never trained."""
+    return all(one.needs.untrained for one in diagnostics)
+
+
+def chosen_latents(
+    needing: str | None, path: str, responder: ModelResponder, asked: int | None, show: bool, untrained: bool = False
+) -> int:
     """K to measure with: what was asked for where that makes sense, else the checkpoint's. ``needing``: the diagnostic
-    that needs a span."""
-    trained = int(responder.latents)
+    that needs a span; ``untrained``: whether markers that the checkpoint does not have may be used."""
+    trained, added = int(responder.latents), responder.backbone.markers_added
+    if asked and untrained and added:
+        if show:
+            note(f"the tokenizer of {path} has no {LVR_END}: its {asked} latents stand between untrained markers")
+        return asked
     if needing and (trained == 0 or asked == 0):
+        why = f". Its tokenizer has no {LVR_END}" if added else ""
+        why += "; --latents K measures it with untrained markers" if added and untrained and asked is None else ""
         raise UserError(
             f"{path} has no trained latent span (K = {min(trained, trained if asked is None else asked)}), which "
             f"diagnostic {needing} needs: train Stage 1 first (realvr train sft), and do not ask for "
-            "--latents 0"
+            f"--latents 0{why}"
         )
     if asked and not trained:
         raise UserError(
             f"{path} was never trained with latent slots, so --latents {asked} would read untrained markers: "
             "use --latents 0, or train Stage 1 first (realvr train sft)"
         )
-    if show and asked is None and responder.backbone.markers_added:
+    if show and asked is None and added:
         note(f"{path} was never trained with latent slots: it answers directly, K = 0")
     if show and asked is not None and asked not in (0, trained):
         note(f"{path} was trained with K = {trained}; K = {asked} was chosen explicitly")

@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 from realvr.diagnostics.base import DIAGNOSTICS, Diagnostic, Shown, Skip
 from realvr.diagnostics.data import Source
 from realvr.diagnostics.model import Model
-from realvr.diagnostics.run import Run, chosen_latents, load_responder, write_figures
+from realvr.diagnostics.run import Run, chosen_latents, load_responder, takes_untrained, write_figures
 from realvr.diagnostics.settings import DiagnoseSettings
 from realvr.diagnostics.verdict import NEEDED, verdict
 from realvr.errors import UserError
@@ -224,7 +224,7 @@ def suite_share(suite: Suite) -> None:
         note(line)
     with open_run_folder(settings.out, "diagnose", settings.take_over) if show else nullcontext():
         ranks.start()
-        share = _Share(suite, source, _load(settings, ranks), ranks)
+        share = _Share(suite, source, _load(settings, ranks, takes_untrained(diagnostics)), ranks)
         for kind in DIAGNOSTICS:
             share.choose_cases(kind())  # an earlier run may have left them
         for number, diagnostic in enumerate(diagnostics, start=1):
@@ -235,10 +235,10 @@ def suite_share(suite: Suite) -> None:
             share.judge()
 
 
-def _load(settings: DiagnoseSettings, ranks: Ranks) -> Model:
+def _load(settings: DiagnoseSettings, ranks: Ranks, untrained: bool) -> Model:
     def load(path: str, latents: int | None, second: Model | None = None) -> Model:
         responder = load_responder(settings, path, ranks)
-        return Model(responder, chosen_latents(None, path, responder, latents, ranks.rank == 0), second)
+        return Model(responder, chosen_latents(None, path, responder, latents, ranks.rank == 0, untrained), second)
 
     second = load(settings.second_model, None) if settings.second_model else None
     return load(str(settings.model), settings.latents, second)

@@ -7,12 +7,14 @@ z_t is a hidden state after the final norm, so the LM head applies to it as it s
 over all rows of the head (``raw``), and with special tokens at -inf (``masked``, the paper's reading). Special are the
 tokenizer's control tokens, the three latent markers and rows beyond the tokenizer. The *modal* token is the one that is
 top-1 most often over all states; its share is the mean over questions of the share of their K states, so that the
-interval resamples questions. Its probability is the mean top-1 probability over all states.
+interval resamples questions. Its probability (``modal_probability``) is the mean over the states where it is top-1;
+``probability`` is the mean top-1 probability over all states, whatever the token.
 
 Cosines of z_t to rows of the unembedding W: that of its own masked top-1 token, of ``<|lvr_end|>``, of ``<`` (with
 which a tokenizer that has no marker spells it, as in the paper), and the mean over ``--rows`` rows of text tokens drawn
 by seed and sample. The top-1 cosine is high by construction, because the token is chosen for its large product: read it
-beside the random rows. The cosine to ``<|lvr_end|>`` is null for a checkpoint without the marker.
+beside the random rows. A checkpoint whose tokenizer has no marker is measured with ``--latents K`` alone: markers are
+added untrained, and the cosine to ``<|lvr_end|>`` is null.
 
 Control: the same head over the right answer, teacher-forced behind the model's own span: the share of tokens that it
 predicts, and the probability of its predictions. A greedy answer would be predicted by definition.
@@ -24,7 +26,7 @@ soft cap; one would change probabilities, not the top-1 token.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NotRequired
 
 from pydantic import Field
@@ -34,9 +36,9 @@ from realvr.data.sample import Sample
 from realvr.diagnostics import results as shapes
 from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.model import Model
-from realvr.diagnostics.numbers import mean
+from realvr.diagnostics.numbers import mean, ratio
 from realvr.runs.journal import Record
-from realvr.widgets import DASH, Cell, Table, Widget, average, number
+from realvr.widgets import DASH, Cell, Table, Widget, average
 from realvr.widgets.browser import Facts, Panel
 
 if TYPE_CHECKING:
@@ -61,11 +63,13 @@ class Token(TypedDict):
 
 
 class Position(TypedDict):
-    """The t-th latent over questions: its modal token, the share of questions with it, the mean top-1 probability."""
+    """The t-th latent over questions: its modal token, the share of questions with it, the mean top-1 probability, and
+    that of the modal token where it is top-1 (missing in files of earlier versions)."""
 
     token: shapes.Text
     share: shapes.Mean
     probability: shapes.Mean
+    modal_probability: NotRequired[shapes.Mean]
 
 
 class Read(TypedDict):
@@ -74,6 +78,7 @@ class Read(TypedDict):
     token: shapes.Text | None
     share: shapes.Mean
     probability: shapes.Mean
+    modal_probability: NotRequired[shapes.Mean]
     distinct: int
     tokens: list[Token]
     positions: list[Position]
@@ -117,10 +122,10 @@ class Vocabulary(Diagnostic[VocabularySettings]):
     question = "Which token does the LM head read in a latent?"
     reading = (
         "Modal token: the one that is top-1 most often, special tokens masked and not, with its share of all latents "
-        "and the mean top-1 probability. One token at nearly all latents says that the head sees no words in them, not "
+        "and its mean probability there. One token at nearly all latents says that the head sees no words in them, not "
         "that they are empty. Control: the same head on the right answer behind the span."
     )
-    needs = Needs(span=True)
+    needs = Needs(span=True, untrained=True)
     paper = (
         "with Gemma-3-12B, all 376 latents of 47 questions read as < with probability 1.0 (special tokens masked); "
         "cosine 0.41 to the unembedding of the closing tag, 0.02 to a random row (fig:latent-vocabulary-readout)"
@@ -231,10 +236,17 @@ def _read(rows: Sequence[Sequence[Sequence[Any]]], latents: int) -> dict[str, An
         "token": None if modal is None else names[modal],
         "share": mean([_average(entry[0] == modal for entry in row) for row in rows]),
         "probability": mean([_average(entry[2] for entry in row) for row in rows]),
+        "modal_probability": ratio(*_of_token(rows, modal)),
         "distinct": len(most),
         "tokens": [{"id": i, "token": names[i], "states": count} for i, count in most[:_LISTED]],
         "positions": [_position([row[t] for row in rows]) for t in range(latents)],
     }
+
+
+def _of_token(rows: Sequence[Sequence[Sequence[Any]]], token: int | None) -> tuple[list[float], list[float]]:
+    """Of each question with it: the sum of the probabilities of a token where it is top-1, and how often it is."""
+    found = [[entry[2] for entry in row if entry[0] == token] for row in rows]
+    return [sum(own) for own in found if own], [float(len(own)) for own in found if own]
 
 
 def _position(entries: Sequence[Sequence[Any]]) -> dict[str, Any]:
@@ -244,6 +256,7 @@ def _position(entries: Sequence[Sequence[Any]]) -> dict[str, Any]:
         "token": next(entry[1] for entry in entries if entry[0] == modal),
         "share": mean([float(entry[0] == modal) for entry in entries]),
         "probability": mean([entry[2] for entry in entries]),
+        "modal_probability": mean([entry[2] for entry in entries if entry[0] == modal]),
     }
 
 
@@ -272,11 +285,20 @@ def _modal_table(results: Sequence[Shown]) -> Table:
     for one in results:
         for key, words in READINGS.items():
             found = one.summary[key]
-            numbers = [average(found["share"], 3, False), average(found["probability"], 3, False)]
+            numbers = [
+                average(found["share"], 3, False),
+                _its_probability(found),
+                average(found["probability"], 3, False),
+            ]
             distinct = Cell(str(found["distinct"]), value=found["distinct"])
             rows.append([one.name, words, str(one.summary["states"]), shown(found["token"]), *numbers, distinct])
-    header = ["arm", "reading", "states", "modal token", "share of states", "top-1 probability", "distinct tokens"]
+    header = ["arm", "reading", "states", "modal token", "share of states", "its probability there"]
+    header += ["top-1 probability, all states", "distinct tokens"]
     return Table("Top-1 tokens of latents", header, rows, "Intervals resample questions.")
+
+
+def _its_probability(found: Mapping[str, Any]) -> Cell:
+    return average(found.get("modal_probability") or mean([]), 3, False)
 
 
 def _cosine_table(results: Sequence[Shown]) -> Table:
@@ -303,7 +325,7 @@ def _token_table(one: Shown) -> Table:
         zip(one.summary["masked"]["positions"], one.summary["raw"]["positions"], strict=True), start=1
     ):
         cells = [
-            (shown(found["token"]), average(found["share"], 2, False), number(found["probability"]["mean"], 3))
+            (shown(found["token"]), average(found["share"], 2, False), _its_probability(found))
             for found in (masked, raw)
         ]
         rows.append([str(t), *cells[0], *cells[1]])
