@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,10 +12,15 @@ import torch
 
 from realvr.backbone import Backbone
 from realvr.backbone.samples import conversation
+from realvr.backbone.types import Prompt
 from realvr.data.export import write
 from realvr.data.reading import read
+from realvr.data.sample import Sample
 from realvr.diagnostics import DiagnoseSettings, diagnose
+from realvr.diagnostics import grounding as grounding_module
 from realvr.diagnostics.grounding import Grounding
+from realvr.diagnostics.model import Model
+from realvr.evaluation.model_responder import ModelResponder
 from realvr.latent.group_rollout import rollout
 from realvr.latent.sampling import Sampling
 from realvr.world.splits import Recipe, samples
@@ -81,3 +87,26 @@ def test_margin_and_cosine_against_single_questions(tmp_path: Path, build_tiny: 
     assert found["oracle_margin"]["mean"] == pytest.approx(np.mean(oracle), abs=1e-4)
     assert found["margin"]["low"] <= found["margin"]["mean"] <= found["margin"]["high"]
     assert torch.tensor(margins).abs().max() > 1e-3  # something to get wrong
+
+
+def test_pixels_of_one_batch_are_held_at_a_time(
+    build_tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[Prompt]] = []
+    alive = []
+    ask = grounding_module._prompt
+
+    def prompt(model: Model, sample: Sample) -> Prompt | str:
+        alive.append(sum(one() is not None for one in made))
+        found = ask(model, sample)
+        assert not isinstance(found, str)
+        made.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(grounding_module, "_prompt", prompt)
+    monkeypatch.setattr(Grounding, "batch", 2)
+    backbone = Backbone.load(build_tiny("qwen2.5-vl"), device="cpu")
+    model = Model(ModelResponder(backbone, Sampling(temperature=0.0, max_new=1)), LATENTS)
+    diagnostic, asked = Grounding(), list(samples(Recipe("validation", seed=1, count=11, size=(48, 48))))
+    diagnostic.prepare(model, asked)
+    assert len(made) == 11 and max(alive) <= 4

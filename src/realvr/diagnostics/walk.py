@@ -1,5 +1,24 @@
 """Whether the latents walk through the evidence: is the visual token nearest to z_t in the t-th box? For any checkpoint
-with a span, on data whose boxes are a trail, or any boxes at all."""
+with a span, on data whose boxes are a trail, or any boxes at all.
+
+Estimator (ours; the paper has no such number). ``n(t) = argmax_n cos(z_t, v_n)`` over the visual tokens v_n of the
+question's pictures, thumbnails left out. M_1 … M_b are the visual tokens that share some area with each box; where the
+order of boxes means nothing, M_1 is their union (b = 1). Of one question
+
+    inside = 1/K Σ_t 1[n(t) ∈ M_min(t,b)]        evidence = 1/K Σ_t 1[n(t) ∈ M_1 ∪ … ∪ M_b]
+
+``on_the_way`` averages over t ≤ b, ``at_the_end`` over t > b, ``whole`` is 1 where every latent is inside, ``cosine``
+is the mean over t of the cosine of z_t to the mean token of M_min(t,b).
+
+Denominators. Latents of a question, then questions, with bootstrap intervals over questions (Wilson for ``whole`` and
+for single steps). A question with b ≥ K has no latent at the end and does not count there; one with b > K is counted
+(``longer``): its last boxes have no latent. A question whose boxes cover no token, or are on a picture that is not
+shown, is an error, counted and left out.
+
+Controls. Chance is the share of visual tokens in the set, |M| / N: what a random token would reach. The verdict takes
+``evidence_above_chance``, evidence minus chance of the same question. Chance knows nothing of where boxes lie; a latent
+that always points at the middle of a picture may be above it, so compare models on the same data.
+"""
 
 from __future__ import annotations
 
