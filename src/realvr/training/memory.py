@@ -11,42 +11,99 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from realvr.backbone.loading import read_config
 from realvr.errors import UserError, out_of_memory
+from realvr.families import Stock
 from realvr.imaging.types import ImageInput
 from realvr.training.engine import Engine
-from realvr.training.estimate import Estimate, Setup, decoder_of, estimate, weights_of
+from realvr.training.estimate import Estimate, Setup, Weight, decoder_of, estimate, weights_of
 from realvr.training.estimate.batches import setup_of_run, workload_of
 from realvr.training.estimate.peak import GIB, RESERVE, SECOND, held_bytes
+from realvr.training.estimate.shape import with_adapters
 from realvr.training.settings import RlSettings, SftSettings, StageSettings, TrainSettings
-from realvr.training.task import Task
+from realvr.training.task import Ranks, Task
 
 MOST_RANKS = 8192
+LORA_RANK = 16
+"""Of the adapters that are offered where a model is too large to be trained whole."""
 STATES = ("frozen weights", "trained weights", "optimizer")
 """What is there all the time, of what an engine holds."""
 
 
-def refuse_too_large(engine: Engine, settings: TrainSettings) -> None:
-    """Raise where weights, gradients and optimizer alone exceed the GPU."""
-    device = engine.device
-    if device.type != "cuda":
+def refuse_before_loading(ranks: Ranks, settings: StageSettings) -> None:
+    """Raise where weights, gradients and optimizer alone exceed the GPU. Nothing but the model's configuration is read:
+    weights take minutes, and would end in "out of memory"."""
+    if ranks.device.type != "cuda" or not isinstance(ranks, Engine):
         return
-    needed = sum(engine.estimate(engine.module, settings.optim).values())
-    total = torch.cuda.get_device_properties(device).total_memory
+    model, rank = (
+        _without_weights(settings),
+        settings.lora.rank if isinstance(settings, SftSettings | RlSettings) else 0,
+    )
+    if model is None:
+        return
+    weights = _weights(model, settings, rank)
+    setup = Setup.of(ranks.settings, ranks.world, settings.optim.master_weights)
+    needed, total = sum(held_bytes(weights, setup).values()), _memory(ranks)
+    if needed <= total:
+        return
+    ways = _sharded(weights, ranks, settings, total)
+    if isinstance(settings, SftSettings | RlSettings) and not rank:
+        adapted = held_bytes(_weights(model, settings, LORA_RANK), setup)
+        ways += [f"set lora.rank {LORA_RANK}"] * (sum(adapted.values()) <= total * (1 - RESERVE))
+    raise _too_large(needed, total, ranks, [*ways, "take a smaller model"])
+
+
+def refuse_too_large(engine: Engine, settings: TrainSettings) -> None:
+    """The same once the engine has the model, by what it really holds."""
+    if engine.device.type != "cuda":
+        return
+    needed, total = sum(engine.estimate(engine.module, settings.optim).values()), _memory(engine)
     if needed > total:
-        raise UserError(
-            f"this run cannot fit: weights, gradients and optimizer need {needed / GIB:.1f} GiB, {device} has "
-            f"{total / GIB:.1f} GiB; {_in_words([*_sharded(engine, settings, total), *_smaller_states(settings)])}"
-        )
+        ways = [*_sharded(weights_of(engine.module), engine, settings, total), *_smaller_states(settings)]
+        raise _too_large(needed, total, engine, ways)
 
 
-def _sharded(engine: Engine, settings: TrainSettings, total: int) -> list[str]:
+def _without_weights(settings: TrainSettings) -> Stock | None:
+    """The model on the meta device; None where the configuration describes none, which loading explains."""
+    from transformers import AutoModelForImageTextToText
+
+    config, _ = read_config(str(settings.model.path))
+    try:
+        with torch.device("meta"):
+            return AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, settings.model.dtype))
+    except Exception:  # whatever a configuration that fits no model leads to
+        return None
+
+
+def _weights(model: Stock, settings: StageSettings, rank: int) -> list[Weight]:
+    """Parameters of the model as this run trains them, with a copy for the KL."""
+    if rank:
+        targets = settings.lora.targets if isinstance(settings, SftSettings | RlSettings) else ()
+        return with_adapters(model, rank, targets, markers=isinstance(settings, SftSettings))
+    if not isinstance(settings, SftSettings | RlSettings):  # base training: vision too
+        return weights_of(model)
+    weights = weights_of(model, train_decoder=True)
+    copies = [dataclasses.replace(weight, trained=False) for weight in weights]
+    return weights + copies * bool(getattr(settings.method, "beta", 0.0))
+
+
+def _memory(engine: Engine) -> int:
+    return int(torch.cuda.get_device_properties(engine.device).total_memory)
+
+
+def _too_large(needed: float, total: float, engine: Engine, ways: list[str]) -> UserError:
+    return UserError(
+        f"this run cannot fit: weights, gradients and optimizer need {needed / GIB:.1f} GiB, {engine.device} has "
+        f"{total / GIB:.1f} GiB; {_in_words(ways)}"
+    )
+
+
+def _sharded(weights: Sequence[Weight], engine: Engine, settings: TrainSettings, total: int) -> list[str]:
     """The fewest GPUs over which a sharding engine could spread what does not fit here."""
-    weights = weights_of(engine.module)
     for count in range(max(2, engine.world), MOST_RANKS):
         setup = Setup("fsdp2", count, settings.optim.master_weights)
         if sum(held_bytes(weights, setup).values()) <= total * (1 - RESERVE):
-            own = setup_of_run(settings, engine)
-            if own.sharded and count <= engine.world:
+            if engine.settings.type == "fsdp2" and count <= engine.world:
                 return []
             return [f"shard it over at least {count} GPUs (--engine fsdp2; realvr plan counts the rest too)"]
     return []

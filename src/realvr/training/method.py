@@ -255,6 +255,7 @@ def build(settings: StageSettings, ranks: Ranks) -> Method[Any, Any, Any]:
 
     Files that cannot be used are found before the model is read, which may take minutes.
     """
+    from realvr.training.memory import refuse_before_loading
     from realvr.training.method_settings import find_method
     from realvr.training.models import load_backbone
 
@@ -262,6 +263,7 @@ def build(settings: StageSettings, ranks: Ranks) -> Method[Any, Any, Any]:
     method.check_start(settings)
     data = training_data(settings, ranks)
     method.check_data(settings, data, ranks)
+    refuse_before_loading(ranks, settings)
     made = method(load_backbone(settings, ranks), settings.method)
     made.begin(Run(settings, ranks, data))
     return made
