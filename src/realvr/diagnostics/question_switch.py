@@ -93,24 +93,28 @@ class QuestionSwitch(Diagnostic[DiagnosticSettings]):
             yield _record(one, self._asked[one.sample.id], model.latents)
 
     def summarise(self, records: Sequence[Record]) -> dict[str, Any]:
-        """Densities by region, over pictures."""
+        """Densities in regions, of each picture the mean over its two, then over pictures with bootstrap intervals."""
         good = [record for record in records if record["error"] is None and record["skipped"] is None]
         pictures: dict[str, dict[tuple[int, int], Record]] = {}
         for record in good:
             pictures.setdefault(record["picture"], {})[record["question"], record["wording"]] = record
         whole = [found for found in pictures.values() if (1, 1) in found and (2, 1) in found]
-        regions = [_region(found, question) for found in whole for question in (1, 2)]
-        selection = [_mean([own["question"] - own["other"] for own in pair]) for pair in _pairs(regions)]
-        gaps = [abs(one["question"] - one["paraphrase"]) for one in regions if "paraphrase" in one]
+        # The regions of one picture are not independent: pictures are what is drawn again.
+        regions = [[_region(found, question) for question in (1, 2)] for found in whole]
+        selection = _by_picture([[one["question"] - one["other"] for one in pair] for pair in regions])
+        gaps = [[abs(one["question"] - one["paraphrase"]) for one in pair if "paraphrase" in one] for pair in regions]
         return {
             "pictures": len(whole),
             "questions": len(good),
             "latents": max((record["latents"] for record in good), default=0),
             "incomplete": len(pictures) - len(whole),
             "accuracy": rate(sum(record["correct"] for record in good), len(good)),
-            **{name: mean([one[name] for one in regions if name in one]) for name in BARS},
+            **{
+                name: mean(_by_picture([[one[name] for one in pair if name in one] for pair in regions]))
+                for name in BARS
+            },
             "selection": mean(selection),
-            "paraphrase_gap": mean(gaps),
+            "paraphrase_gap": mean(_by_picture(gaps)),
             "follows": rate(sum(value > 0 for value in selection), len(selection)),
             "example": _example(whole),
         }
@@ -143,8 +147,8 @@ class QuestionSwitch(Diagnostic[DiagnosticSettings]):
         header = ["arm", "pictures", "questions", "right, %", *BARS.values()]
         header += ["selection", "apart from its paraphrase", "own region first, %"]
         note = (
-            "Mean density in a question's own region, 1 being the picture's mean, with bootstrap intervals over "
-            "regions or pictures. Own region first: pictures whose selection is above zero."
+            "Mean density in a question's own region, 1 being the picture's mean: of a picture the mean over its two "
+            "regions, with bootstrap intervals over pictures. Own region first: pictures whose selection is above zero."
         )
         table = Table("Density in each question's region", header, rows, note)
         if not bars:
@@ -250,13 +254,9 @@ def _region(found: dict[tuple[int, int], Record], question: int) -> dict[str, fl
     return values
 
 
-def _pairs(regions: Sequence[dict[str, float]]) -> list[tuple[dict[str, float], dict[str, float]]]:
-    """The two regions of each picture."""
-    return list(zip(regions[::2], regions[1::2], strict=True))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _by_picture(values: Sequence[Sequence[float]]) -> list[float]:
+    """Means of the pictures that have any."""
+    return [sum(own) / len(own) for own in values if own]
 
 
 def _example(whole: Sequence[dict[tuple[int, int], Record]]) -> dict[str, Any] | None:
