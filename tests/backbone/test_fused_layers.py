@@ -6,6 +6,7 @@ import importlib
 import inspect
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -416,3 +417,24 @@ def test_few_numbers_are_worth_a_compiled_call_only_in_a_recording() -> None:
     replay()
     assert seen == [True, False]
     assert not wants(None, torch.empty(2 * small_kernels.FEW))
+
+
+def test_a_backward_pass_goes_the_way_of_its_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a GPU runs in a thread of autograd, which knows nothing of a recording."""
+    ways: list[tuple[bool, bool | None]] = []
+    plain, recorded = small_kernels._turn, small_kernels._recorded
+
+    def turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, wide: bool, compiled: Any, back: bool) -> Any:
+        ways.append((back, compiled))
+        return plain(query, key, cos, sin, wide, False, back)
+
+    monkeypatch.setattr(small_kernels, "_turn", turn)
+    monkeypatch.setattr(small_kernels, "_wants", lambda compiled, _: recorded.get() if compiled is None else compiled)
+    query, key = (torch.randn(1, 2, 3, 8, requires_grad=True) for _ in range(2))
+    cos, sin = (torch.randn(1, 3, 8) for _ in range(2))
+    with small_kernels.recorded():
+        turned = small_kernels.rotate(query, key, cos, sin)
+    loss = sum(x.sum() for x in turned)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(loss.backward).result()
+    assert ways == [(False, True), (True, True)]

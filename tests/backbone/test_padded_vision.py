@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from helpers import load_stock, picture
 from host_syncs import HostSyncs
 from realvr.backbone import Backbone, padded_vision, vision
+from realvr.backbone.notices import notice_once
 from realvr.imaging.types import ImageInput
 
 WIDE, ODD = 48, 44  # what 3,424 and 3,420 are at full size
@@ -185,10 +186,14 @@ def test_not_padded_where_it_would_matter(odd: Path, why: str) -> None:
         blocks[0].mlp.forward = type(blocks[0].mlp).forward.__get__(blocks[0].mlp)
     else:
         blocks[0].mlp.down_proj.weight.ds_id = 7
-    _, found = encode(ours, images)
-    assert found.count(WIDE) == 2 * padded and found.count(ODD) == 2 * (len(blocks) - padded)
+    notice_once.cache_clear()
+    with pytest.warns(UserWarning, match="fast vision: weights of the tower are trained") as said:
+        _, found = encode(ours, images)
+    assert len(said) == 1 and found.count(WIDE) == 2 * padded and found.count(ODD) == 2 * (len(blocks) - padded)
     if why == "trained":
-        features, found = encode(ours, images, train=True)
+        with pytest.warns(UserWarning, match="fast vision: the vision tower is trained") as said:
+            features, found = encode(ours, images, train=True)
+        assert len(said) == 1
         assert WIDE not in found
         features.sum().backward()
         assert blocks[0].mlp.gate_proj.weight.grad is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 from realvr.backbone import split_attention
-from realvr.backbone.attention import Columns
+from realvr.backbone.attention import Columns, Pass, Probe
+from realvr.backbone.notices import notice_once
 from realvr.backbone.split_attention import Split, attend_split, weights_on
 
 ROWS, HEADS, KV_HEADS, WIDTH, SCALE = 3, 4, 2, 8, 0.4
@@ -277,3 +279,36 @@ def test_padding_inside_a_branch_is_refused() -> None:
     assert Split.build(3, None, 2, 6, real).size == 3
     with pytest.raises(RuntimeError, match="padding before a real column"):
         Split.build(3, None, 3, 6, real.roll(1, 1))
+
+
+class OnGpu:
+    """As much of a query on a GPU as decides."""
+
+    is_cuda, device, shape = True, torch.device("cuda"), (1, 2, 3, 64)
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+
+@pytest.mark.parametrize(
+    ("why", "match"),
+    [("float32", "no flash attention"), ("window", "sliding window"), ("gradient", "with a gradient")],
+)
+def test_the_mask_is_used_with_a_notice(why: str, match: str) -> None:
+    """Once, however many layers and passes there are."""
+    split = Split(trunk=8, branches=2, size=3)
+    fits, half = 11, OnGpu(torch.bfloat16)
+
+    def ask() -> bool:
+        if why == "gradient":
+            probe = Probe(columns=slice(2, 4), gradient=True)
+            return Pass([], Columns(14), (probe,), split=split).split(None, torch.zeros(1, 2, 3, 64)) is not None
+        return split.takes(OnGpu(torch.float32) if why == "float32" else half, fits - (why == "window"))  # type: ignore[arg-type]
+
+    notice_once.cache_clear()
+    with pytest.warns(UserWarning, match=match) as said:
+        assert not ask() and not ask()
+    assert len(said) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert split.takes(half, fits) and split.takes(torch.zeros(1), None)  # type: ignore[arg-type]

@@ -130,15 +130,27 @@ def test_answers_do_not_depend_on_the_batch(
 
 
 def test_answers_do_not_depend_on_how_they_are_decoded(
-    finished: Path, model: Path, world: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: Path,
+    model: Path,
+    world: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In static shapes, and as CUDA graphs, for which there is no device here."""
     for mode in ("static", "graph"):
         assert main(arguments(model, world, tmp_path / mode, "--batch", "5", "--fast-decode", mode)) == 0
         assert lines(tmp_path / mode) == lines(finished)
         assert capsys.readouterr().err.count("CUDA graphs need a CUDA device") == (mode == "graph")
-    assert main(arguments(model, world, tmp_path / "norms", "--batch", "5", "--fused-layers")) == 0
-    assert lines(tmp_path / "norms") == lines(finished)
+    ways, plain = [], Backbone.load
+
+    def loading(*args: Any, **options: Any) -> Backbone:
+        ways.append((options["fast_vision"], options["fused_layers"]))
+        return plain(*args, **options)
+
+    monkeypatch.setattr(Backbone, "load", loading)
+    assert main(arguments(model, world, tmp_path / "ways", "--batch", "5", "--fused-layers", "--no-fast-vision")) == 0
+    assert lines(tmp_path / "ways") == lines(finished) and ways == [(False, True)]
 
 
 def test_sampled_answers_depend_on_the_seed_alone(model: Path, world: dict[str, Path], tmp_path: Path) -> None:

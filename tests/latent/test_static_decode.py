@@ -20,6 +20,7 @@ import op_tape
 from helpers import DEVICE, DTYPE, ask, difference, mixed_prompts
 from pair import Pair
 from realvr.backbone import Backbone, Prompt, Turn
+from realvr.backbone.notices import notice_once
 from realvr.backbone.prompts import tail
 from realvr.data.sample import Sample
 from realvr.errors import UserError
@@ -414,16 +415,24 @@ def test_gradients_are_refused(one: Backbone) -> None:
         assert not small(one).applies(state, new=4)
 
 
-def test_modes(one: Backbone) -> None:
+def test_modes(one: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert fast_decode(one, "off") is None
         static = fast_decode(one, "static")
         assert static is not None and not static.recorded and static.every == 1
         automatic = fast_decode(one, "auto")
-        assert fast_decode(one, "auto", sharded=True) is None  # without a notice
+        assert fast_decode(one, "auto", sharded=True) is None or DEVICE != "cpu"  # on a CPU without a notice
         assert fast_decode(one, "static", sharded=True) is not None
     assert (automatic is not None and automatic.recorded) == (DEVICE != "cpu")
+    notice_once.cache_clear()
+    monkeypatch.setattr(Backbone, "device", torch.device("cuda", 1))
+    for devices, sharded, why in ((1, True, "parameters are sharded"), (2, False, "lies on 2 devices")):
+        monkeypatch.setattr(Backbone, "devices", [torch.device("cuda", n) for n in range(devices)])
+        with pytest.warns(UserWarning, match=f"{why}.*plain way") as said:
+            for _ in range(2):  # rollouts and validation
+                assert fast_decode(one, "auto", sharded=sharded) is None
+        assert len(said) == 1
     with pytest.raises(UserError, match="'fast'.*off, static, graph, auto"):
         fast_decode(one, "fast")  # type: ignore[arg-type]
 

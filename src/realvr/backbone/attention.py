@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from realvr.backbone.packed_attention import Packed, attend_packed
-from realvr.backbone.split_attention import Split, attend_split, weights_on
+from realvr.backbone.split_attention import Split, attend_split, usable, weights_on
 from realvr.backbone.static import StaticPass
 
 TEXT_ATTENTION = "realvr_text"
@@ -168,7 +168,7 @@ class Pass:
         plain = columns.image_visibility is None and matrix is None
         self._packed = packed if plain and columns.block is None and not (past or probes) else None
         self._packed_on: dict[torch.device, Packed] = {}
-        self._split = split if plain and split and all(probe.on_trunk(split.trunk) for probe in probes) else None
+        self._split = usable(split, plain, probes)
         self._split_on: dict[torch.device, Split] = {}
         self.new: dict[int, tuple[Tensor, Tensor]] = {}
         self._open = True

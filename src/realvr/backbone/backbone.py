@@ -24,6 +24,7 @@ from realvr.backbone import attention, fused_layers, padded_vision, vision
 from realvr.backbone.attention import Pass
 from realvr.backbone.batch import Batch, collate
 from realvr.backbone.generation import end_ids, ignored_defaults
+from realvr.backbone.notices import notice_once
 from realvr.backbone.prompts import PromptEncoder
 from realvr.backbone.static import StaticPass
 from realvr.backbone.types import Prompt, Turn
@@ -282,6 +283,8 @@ class Backbone:
                 with self._padded_vision.running(), self._fused_vision.running():
                     features, deepstack = self._encode(pixels, unique)
             else:
+                if fast:
+                    notice_once("fast vision: the vision tower is trained; its stock modules run where it has a graph")
                 self._padded_vision.drop()
                 features, deepstack = self._encode(pixels, unique)
         if len(unique) < len(images):

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from realvr.backbone import fused_layers
+from realvr.backbone.notices import notice_once
 
 MULTIPLE = 8
 
@@ -91,6 +92,8 @@ class PaddedVision:
             if child is not None and all(map(_plain, (child, *child.children())))
             if _widths(child) is not None
         ]
+        if len(found) < len(here):
+            notice_once("fast vision: weights of the tower are trained, adapted, sharded or hooked; not padded")
         facts = [_state(linear) for *_, child in found for linear in child.children() if type(linear) is nn.Linear]
         if facts == self._facts:
             return

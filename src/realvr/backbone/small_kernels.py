@@ -124,7 +124,7 @@ def _rotate(
 
 class _Turned(FunctionCtx):
     saved_tensors: tuple[Tensor, Tensor]
-    how: tuple[bool, bool | None]
+    how: tuple[bool, bool]
 
 
 class _Rotation(torch.autograd.Function):
@@ -136,6 +136,7 @@ class _Rotation(torch.autograd.Function):
         ctx: _Turned, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, wide: bool, compiled: bool | None
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
+        compiled = _wants(compiled, query)  # decided here: a backward pass may run in another thread
         ctx.how = wide, compiled
         return _turn(query, key, cos, sin, wide, compiled, back=False)
 

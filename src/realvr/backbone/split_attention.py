@@ -9,14 +9,16 @@ the merged output and the merged sum, and then returns this part's exact share o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from realvr.backbone.notices import notice_once
 from realvr.backbone.packed_attention import has_flash
 
 aten = torch.ops.aten
@@ -50,8 +52,13 @@ class Split:
     def takes(self, query: Tensor, window: int | None) -> bool:
         """Whether there is a flash attention for this query (on a CPU, or on a GPU in 16 bits), and a sliding window
         hides nothing."""
-        wide = window is None or window >= self.trunk + self.size
-        return wide and (query.device.type == "cpu" or has_flash(query))
+        if window is not None and window < self.trunk + self.size:
+            _masked("a sliding window is shorter than a prompt with its completion, and its layers keep the mask")
+            return False
+        if query.device.type != "cpu" and not has_flash(query):
+            _masked(f"there is no flash attention on this device for {query.dtype} and heads {query.shape[-1]} wide")
+            return False
+        return True
 
     @cached_property
     def padding(self) -> Tensor | None:
@@ -77,6 +84,26 @@ class Split:
     def together(self, x: Tensor) -> Tensor:
         """(B * G, H, S, …) as (B, H, G * S, …)."""
         return x.unflatten(0, (-1, self.branches)).transpose(1, 2).flatten(2, 3)
+
+
+class Rows(Protocol):
+    """Attention rows that are asked for, see `realvr.backbone.attention.Probe`."""
+
+    def on_trunk(self, length: int) -> bool:
+        """Whether they can be read off trunk and log-sum-exp alone."""
+        ...
+
+
+def usable(split: Split | None, plain: bool, rows: Iterable[Rows]) -> Split | None:
+    """The split of a pass, unless it needs the mask: for what is asked for (not ``plain``) or for attention rows."""
+    if split is None or (plain and all(each.on_trunk(split.trunk) for each in rows)):
+        return split
+    _masked("attention rows with a gradient, or matrices, are asked for")
+    return None
+
+
+def _masked(why: str) -> None:
+    notice_once(f"split attention: {why}; the mask over prompt and completions is used there")
 
 
 def attend_split(

@@ -211,6 +211,7 @@ def load_responder(settings: EvaluateSettings, model: str, name: str, ranks: Ran
         min_tokens=settings.min_tokens,
         max_tokens=settings.max_tokens,
         announce=ranks.rank == 0,
+        fast_vision=settings.fast_vision,
         fused_layers=settings.fused_layers,
     )
     fast = fast_decode(backbone, settings.fast_decode)

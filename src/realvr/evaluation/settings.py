@@ -49,6 +49,8 @@ class EvaluateSettings:
         dtype: float32, bfloat16, float16; by default the checkpoint's own.
         fast_decode: How replies are decoded: off; static, in fixed shapes; graph, as CUDA graphs; auto, graph on a GPU,
             where that is possible, otherwise off.
+        fast_vision: Run the vision tower in fewer kernels and over padded weights, on a GPU in 16 bits; the same up to
+            rounding.
         fused_layers: Run norms, rotary embeddings and MLP gates in fewer kernels; the same numbers up to rounding.
         exchange_seed: Fixes whose latents each question gets from another one, and the noise.
         take_over: Take OUT from a run on another machine that is gone for certain.
@@ -79,6 +81,7 @@ class EvaluateSettings:
     sharded: bool = False
     dtype: str | None = None
     fast_decode: FastMode = "auto"
+    fast_vision: bool = True
     fused_layers: bool = False
     exchange_seed: int = 0
     take_over: bool = False

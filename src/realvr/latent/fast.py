@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from realvr.backbone.backbone import Backbone
+from realvr.backbone.notices import notice_once
 from realvr.errors import UserError, out_of_memory
 from realvr.latent import graphs, room
 from realvr.latent.buffers import Buffers
@@ -49,7 +50,7 @@ def fast_decode(backbone: Backbone, mode: FastMode, *, sharded: bool = False) ->
     if not is_static(mode, backbone.device.type, sharded=sharded or spread > 1):
         if mode == "auto" and backbone.device.type == "cuda":
             why = "parameters are sharded" if spread == 1 else f"the model lies on {spread} devices"
-            warnings.warn(f"fast decoding: {why}; texts are decoded in the plain way", stacklevel=1)
+            notice_once(f"fast decoding: {why}; texts are decoded in the plain way")
         return None
     return FastDecode(backbone, recorded=mode != "static", or_plain=mode == "auto")
 
