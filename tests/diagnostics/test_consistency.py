@@ -21,9 +21,11 @@ from realvr.backbone import Backbone
 from realvr.data.sample import ImageRef, Sample
 from realvr.diagnostics.base import Samples, Shown
 from realvr.diagnostics.consistency import Consistency, ConsistencySettings, conditions_of
-from realvr.diagnostics.measuring.consistency import Case, changed, consistency_records
+from realvr.diagnostics.measuring.consistency import Case, Destroyed, changed, consistency_records
 from realvr.diagnostics.model import Model
+from realvr.diagnostics.numbers import hashed
 from realvr.diagnostics.states import StateFiles
+from realvr.errors import UserError
 from realvr.evaluation.model_responder import ModelResponder
 from realvr.imaging import perturbing
 from realvr.latent.sampling import Sampling
@@ -112,8 +114,9 @@ def test_consistency_is_that_of_the_stock_spans_and_one_without_a_change(pair: A
             assert min(pairs) < 1 - 1e-7 and found[name]["kept"] == [] and record["correct"] is None
 
 
-def test_destroyed_views_are_counted_and_answers_and_other_questions_compared(build_tiny: Any, tmp_path: Path) -> None:
-    """A picture of one row of pixels: nothing is left of any change of it."""
+def test_answers_and_other_questions_are_compared_and_what_cannot_change_is_an_error(
+    build_tiny: Any, tmp_path: Path
+) -> None:
     good, other = (sample for sample in world_samples(1)[:4] if sample.tags["view"] == "original")
     thin = with_image(good, picture(0).convert("RGB").resize((40, 1)), "thin")
     text = replace(good, id="text", images=[], turns=[replace(good.turns[0], images=())], boxes=[])
@@ -122,20 +125,96 @@ def test_destroyed_views_are_counted_and_answers_and_other_questions_compared(bu
     files = StateFiles(tmp_path / "consistency-states")
     found = list(consistency.measure(model, Samples([good, thin, text, other], states=files)))
     records = {record["id"]: record for record in found}
-    assert "no picture" in records["text"]["error"]
-    whole, lost = records[good.id]["conditions"], records["thin"]["conditions"]
-    assert all(one["destroyed"] == 0 for one in whole.values())
+    assert "no picture" in records["text"]["error"] and "narrower than two pixels" in records["thin"]["error"]
+    whole = records[good.id]["conditions"]
+    assert all(one["destroyed"] == 0 and one["refused"] == [] for one in whole.values())
     assert len(whole["mask 0.05"]["kept"]) == 2 and len(whole["augmentation"]["kept"]) == 4
-    assert lost["reference"]["rcs"] == pytest.approx(1, abs=tolerance(1e-6)) and lost["reference"]["destroyed"] == 0
-    assert lost["mask 0.05"] == {"rcs": None, "to_original": None, "views": 0, "destroyed": 2, "kept": []}
     summary = consistency.extend(consistency.summarise(found), {}, tmp_path)
-    assert summary["rows"][2]["destroyed"] == 2 and summary["rows"][2]["rcs"]["pairs"] == 2 and summary["errors"] == 1
     told = "\n".join(consistency.notes(found, summary, 4))
-    assert "24 changed views show nothing any more" in told and "1 of 4 questions cannot be read" in told
-    means = np.stack([rows[0] for _, rows in files.several([good.id, "thin", other.id], "mean")]).astype(float)
+    assert "changed views" not in told and "2 of 4 questions cannot be read" in told and summary["errors"] == 2
+    means = np.stack([rows[0] for _, rows in files.several([good.id, other.id], "mean")]).astype(float)
     means /= np.linalg.norm(means, axis=1, keepdims=True)
-    right = (means @ means.T)[~np.eye(3, dtype=bool)].mean()
-    assert summary["other_questions"]["mean"] == pytest.approx(right) and summary["other_questions"]["pairs"] == 3
+    assert summary["other_questions"]["mean"] == pytest.approx(means[0] @ means[1])
+    assert summary["other_questions"]["pairs"] == 2
+
+
+def dotted(place: int) -> Image.Image:
+    """White but for a grey spot of three pixels, so small that the mean colour is white."""
+    board = Image.new("RGB", (56, 56), "white")
+    board.paste((200, 200, 200), (place, place, place + 3, place + 3))
+    return board
+
+
+def test_a_picture_that_a_change_destroys(build_tiny: Any) -> None:
+    """A crop cuts off a spot in the corner, light leaves it; a mask covers one in the middle or does not."""
+    good = world_samples(1)[0]
+    corner, middle, both = (with_image(good, dotted(place), f"at {place}") for place in (0, 26, 0))
+    white = with_image(good, Image.new("RGB", (56, 56), "white"), "white").images
+    both = replace(both, id="both", images=[*both.images, *white], turns=[replace(good.turns[0], images=(0, 1))])
+    consistency = Consistency(ConsistencySettings(repeats=6, answers=False))
+    model = Model(ModelResponder(Backbone.load(build_tiny("qwen2.5-vl"), device=DEVICE), SHORT), K)
+    records = list(consistency.measure(model, Samples([corner, middle, both])))
+    cut, masked, two = (record["conditions"] for record in records)
+    assert cut["reference"]["destroyed"] == 0 and cut["reference"]["rcs"] == pytest.approx(1, abs=tolerance(1e-6))
+    for sample, place, own in ((corner, 0, cut), (middle, 26, masked)):
+        for condition in conditions_of(6)[1:]:
+            seen = 0
+            for view in condition.views:
+                name = f"0\n{sample.id}\n{view.condition}\n{view.change}\n{view.number}\n0"
+                change: perturbing.Change = getattr(perturbing, str(view.change))
+                if np.ptp(np.asarray(change(dotted(place), view.strength, random.Random(hashed(name))))):
+                    seen += 1
+                else:
+                    with pytest.raises(Destroyed):
+                        changed(Case(sample, [dotted(place)]), view, 0)
+            found, whole = own[condition.name], len(condition.views)
+            assert (found["views"], found["destroyed"], found["refused"]) == (seen, whole - seen, [])
+    assert 2 <= cut["augmentation"]["views"] < 4 == masked["augmentation"]["views"]
+    assert 0 < masked["mask 0.30"]["views"] < 6 and 2 <= two["augmentation"]["views"] < 4  # white before is no loss
+    summary = consistency.summarise(records)
+    count = sum(one["destroyed"] for record in records for one in record["conditions"].values())
+    told = "\n".join(consistency.notes(records, summary, 3))
+    assert f"{count} changed views show nothing any more and were left out (augmentation " in told
+    assert "could not be read" not in told and summary["rows"][1]["rcs"]["pairs"] == 3
+    table = consistency.side_by_side([Shown("m", summary)])
+    assert next(line for line in table.split("\n") if "| augmentation |" in line).endswith(
+        f"| {summary['rows'][1]['destroyed']} |"
+    )
+
+
+def test_a_view_that_the_processor_refuses(build_tiny: Any) -> None:
+    """One that takes no picture lighter or darker than the original by more than a twentieth."""
+    good = next(sample for sample in world_samples(1) if sample.tags["view"] == "original")
+    backbone = Backbone.load(build_tiny("qwen2.5-vl"), device=DEVICE)
+    inner, level = backbone.processor, np.asarray(good.images[0].open().convert("RGB"), dtype=float).mean()
+
+    def odd(image: Image.Image) -> bool:
+        return abs(np.asarray(image, dtype=float).mean() / level - 1) > 0.05
+
+    class Picky:
+        def __call__(self, image: Any) -> Any:
+            if isinstance(image, Image.Image) and odd(image):
+                raise UserError("the light is wrong")
+            return inner(image)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(inner, name)
+
+    backbone.processor = Picky()  # type: ignore[assignment]
+    consistency = Consistency(ConsistencySettings(repeats=4, answers=False))
+    (found,) = consistency.measure(Model(ModelResponder(backbone, SHORT), K), Samples([good]))
+    case, count = Case(good, [good.images[0].open().convert("RGB")]), 0
+    for condition in conditions_of(4):
+        refused = sum(odd(changed(case, view, 0)[0]) for view in condition.views)
+        own = found["conditions"][condition.name]
+        assert own["refused"] == ["the light is wrong"] * refused and own["destroyed"] == 0
+        assert own["views"] == len(condition.views) - refused
+        count += refused
+    assert found["conditions"]["augmentation"]["refused"] and not found["conditions"]["reference"]["refused"]
+    summary = consistency.summarise([found])
+    told = "\n".join(consistency.notes([found], summary, 1))
+    assert f"{count} changed views could not be read and were left out (augmentation 1, " in told
+    assert "first: the light is wrong" in told and "show nothing" not in told
 
 
 # ---------------------------------------------------------------------- numbers

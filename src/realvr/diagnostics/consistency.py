@@ -22,8 +22,9 @@ RCS alone says little: where the mean latents of *different questions* are as cl
 ours: ``to_original``, the mean cosine of changed views to the original; ``other_questions``, the mean cosine of the
 original's mean latent to those of all other questions of the run; and ``kept``, the share of changed views whose answer
 stays that of the original (unparsed answers never do). A condition may change the right answer: a mask can cover the
-evidence. A view of which nothing is left (one colour, narrower than two pixels, or refused by the image processor) is
-counted as destroyed and takes no part.
+evidence. A view of which nothing is left (a picture that had more than one colour has one) is counted as destroyed, one
+that the image processor refuses as refused; neither takes part. A question whose pictures show nothing to begin with is
+an error.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ class Row(TypedDict):
     kept: shapes.Mean
     views: int
     destroyed: int
+    refused: NotRequired[int]
 
 
 class Summary(TypedDict):
@@ -188,12 +190,16 @@ class Consistency(Diagnostic[ConsistencySettings]):
 
     @override
     def notes(self, records: Sequence[Record], summary: OwnSummary, count: int) -> list[str]:
-        lost = {row["condition"]: row["destroyed"] for row in summary["rows"] if row["destroyed"]}
-        told = ", ".join(f"{name} {number}" for name, number in lost.items())
-        return [
-            *super().notes(records, summary, count),
-            *([f"{sum(lost.values())} changed views show nothing any more and were left out ({told})"] if lost else []),
-        ]
+        found = super().notes(records, summary, count)
+        every = [one for record in records if record["error"] is None for one in record["conditions"].values()]
+        first = next((why for one in every for why in one.get("refused", ())), "")
+        for key, words in (("destroyed", "show nothing any more"), ("refused", "could not be read")):
+            lost = {row["condition"]: row[key] for row in summary["rows"] if row.get(key)}
+            if lost:
+                told = ", ".join(f"{name} {number}" for name, number in lost.items())
+                told += f"; first: {first}" if key == "refused" else ""
+                found.append(f"{sum(lost.values())} changed views {words} and were left out ({told})")
+        return found
 
     @override
     def panel(self, record: Record) -> Panel | None:
@@ -213,9 +219,9 @@ class Consistency(Diagnostic[ConsistencySettings]):
                 family = WORDS.get(row["family"], row["family"])
                 label = family if row["strength"] is None else f"{family} {row['strength']:.2f}"
                 cells = [average(row[key], 6, False) for key in ("rcs", "to_original")]
-                rows.append([one.name, label, *cells, average(row["kept"], 3, False), f"{row['destroyed']:,}"])
+                rows.append([one.name, label, *cells, average(row["kept"], 3, False), _left_out(row)])
             rows.append([one.name, "other questions", average(one.summary["other_questions"], 6, False), "", "", ""])
-        header = ["arm", "condition", "RCS", "cosine to the original", "answers kept", "destroyed"]
+        header = ["arm", "condition", "RCS", "cosine to the original", "answers kept", "left out"]
         note = "Other questions: mean cosine of the mean latents of different questions, the level to read RCS against."
         return [Table("Consistency under changes of the picture", header, rows, note)]
 
@@ -273,7 +279,12 @@ def _row(records: Sequence[Record], condition: Condition) -> dict[str, Any]:
         "kept": mean([sum(one) / len(one) for one in kept]),
         "views": sum(one["views"] for one in own),
         "destroyed": sum(one["destroyed"] for one in own),
+        "refused": sum(len(one.get("refused", ())) for one in own),
     }
+
+
+def _left_out(row: Mapping[str, Any]) -> str:
+    return f"{row['destroyed'] + row.get('refused', 0):,}"
 
 
 def _said(value: float | None) -> str:

@@ -24,15 +24,20 @@ from realvr.maths.evidence import unit
 from realvr.runs.journal import Record
 
 
+class Destroyed(UserError):
+    """A changed picture in which there is nothing left to see."""
+
+
 @dataclass
 class Case:
-    """One question: its pictures, and what each view of them gave."""
+    """One question: its pictures, and what each view of them gave; ``refused`` says why it could not be read."""
 
     sample: Sample
     pictures: list[Image]
     means: dict[View, Tensor] = field(default_factory=dict)
     answers: dict[View, Generated] = field(default_factory=dict)
-    destroyed: dict[View, str] = field(default_factory=dict)
+    destroyed: set[View] = field(default_factory=set)
+    refused: dict[View, str] = field(default_factory=dict)
 
 
 def changed(case: Case, view: View, seed: int) -> list[Image]:
@@ -45,8 +50,9 @@ def changed(case: Case, view: View, seed: int) -> list[Image]:
         draw = random.Random(hashed(name))
         change: perturbing.Change = getattr(perturbing, view.change)
         found.append(change(picture, view.strength, draw))
-    if any(perturbing.destroyed(picture) for picture in found):
-        raise UserError("nothing is left of a picture: one colour, or narrower than two pixels")
+    before = [perturbing.destroyed(picture) for picture in case.pictures]
+    if any(perturbing.destroyed(picture) and not was for picture, was in zip(found, before, strict=True)):
+        raise Destroyed("nothing is left of a picture: it has one colour")
     return found
 
 
@@ -60,7 +66,10 @@ def consistency_records(
         try:
             if not sample.images:
                 raise UserError(f"{sample.id}: no picture, so there is nothing to change")
-            cases.append(Case(sample, [image.open().convert("RGB") for image in sample.images]))
+            pictures = [image.open().convert("RGB") for image in sample.images]
+            if all(perturbing.destroyed(picture) for picture in pictures):
+                raise UserError(f"{sample.id}: a picture of one colour or narrower than two pixels: nothing can change")
+            cases.append(Case(sample, pictures))
         except UserError as error:
             errors.append((sample, str(error)))
     for condition in conditions:
@@ -72,7 +81,7 @@ def consistency_records(
             own = {one.name: _numbers(case, one, first) for one in conditions}
             yield case.sample, {"conditions": own, "correct": _right(case, first)}, case.means[first].cpu()
         else:
-            errors.append((case.sample, case.destroyed[first]))
+            errors.append((case.sample, case.refused[first]))
     yield from ((sample, error, None) for sample, error in errors)
 
 
@@ -85,8 +94,10 @@ def _read(model: Model, cases: Sequence[Case], view: View, seed: int, policy: st
             reading.prompts.append(prompt_with(model.backbone, case.sample, pictures, model.latents))
             reading.samples.append(case.sample)
             read.append(case)
+        except Destroyed:
+            case.destroyed.add(view)
         except UserError as error:
-            case.destroyed[view] = str(error)
+            case.refused[view] = str(error)
     read_prompts(model.backbone, reading, model.latents)
     if reading.latents_RKD is None:
         return
@@ -108,7 +119,8 @@ def _numbers(case: Case, condition: Condition, first: View) -> Record:
         "rcs": None if same is None else _fine(same),
         "to_original": _fine(sum(own) / len(own)) if own else None,
         "views": len(views),
-        "destroyed": len(condition.views) - len(views),
+        "destroyed": sum(view in case.destroyed for view in condition.views),
+        "refused": [case.refused[view] for view in condition.views if view in case.refused],
         "kept": [_kept(case, view, first) for view in views if view != first and view in case.answers],
     }
 
