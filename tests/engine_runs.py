@@ -144,16 +144,20 @@ def both(
     return one, several
 
 
-def assert_uneven(out: Path, processes: int = 2) -> None:
-    """That Stage 2 trained on rewards, and that ranks had unequal work: somewhere one had wrong answers to pass through
-    while another had none, and its longest completion was shorter than that of another."""
+def assert_uneven(out: Path, processes: int = 2, whole: bool = True) -> None:
+    """That Stage 2 trained on rewards, and that ranks had unequal work: in some step one had wrong answers to pass
+    through while another had none (``whole``: in all its microbatches), in some step the completions of one ended
+    before those of another."""
     work = [lines(out.parent, f"{out.name}.work-{rank}.jsonl") for rank in range(processes)]
-    wrong = [counts for steps in zip(*work, strict=True) for counts in zip(*(s["wrong"] for s in steps), strict=True)]
+    steps = [[each["wrong"] for each in ranks] for ranks in zip(*work, strict=True)]
+    if whole:
+        steps = [[[sum(each)] for each in ranks] for ranks in steps]
+    wrong = [counts for ranks in steps for counts in zip(*ranks, strict=True)]
     assert any(min(counts) == 0 < max(counts) for counts in wrong), wrong
-    longest = [[max(each["tokens"]) for each in steps] for steps in zip(*work, strict=True)]
+    longest = [[max(each["tokens"]) for each in ranks] for ranks in zip(*work, strict=True)]
     assert any(min(counts) < max(counts) for counts in longest), longest
-    steps = lines(out)
-    assert steps[0]["grad_norm/policy"] > 1e-3 and max(column(steps, "evidence/has_wrong_answer")) > 0
+    found = lines(out)
+    assert found[0]["grad_norm/policy"] > 1e-3 and max(column(found, "evidence/has_wrong_answer")) > 0
 
 
 def assert_rewarded(out: Path) -> None:

@@ -2,7 +2,8 @@
 
 ``REALVR_DIE="kill terms 3 1"`` kills rank 1 in the forward pass of step 3; ``hang`` leaves it in an endless loop,
 ``stop`` sends it SIGSTOP, ``sleep8`` makes it slow. Places: ``collect``, ``gather`` (the other ranks wait in a
-collective), ``terms`` (in the step), ``save`` (in a checkpoint), ``export``.
+collective), ``terms`` (in the step), ``save`` (in a checkpoint), ``export``. ``RUN.died`` beside the run's folder is
+written right before.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class Dies:
             return time.sleep(float(how.removeprefix("sleep")))
         if place == "gather":
             time.sleep(0.5)  # the others are in the collective by now
+        out = self.settings.run.out  # type: ignore[attr-defined]
+        out.with_name(f"{out.name}.died").touch()
         os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
 
     def collect(self, step: int) -> Collected[Any]:

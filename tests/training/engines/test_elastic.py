@@ -12,24 +12,32 @@ from typing import Any
 import pytest
 
 import stage_runs
-from engine_runs import assert_same_model, assert_same_steps, facts, reference, train
+from engine_runs import (
+    PER_RANK,
+    STAGE_TWO,
+    assert_rewarded,
+    assert_same_model,
+    assert_same_steps,
+    facts,
+    reference,
+    train,
+)
 from realvr.errors import UserError
 from realvr.training import lanes
 from realvr.training.sections import OptimSettings
 from stage_runs import column, configure, lines, world, write
 
-PER_RANK = ("data/examples_per_rank", "data/rejected_per_rank")
-"""Metrics that are means over ranks by their name."""
 STAGES: dict[str, dict[str, Any]] = {
     "sft": {"pack_tokens": 256, "position_jitter": 3, "hide_image_ratio": 0.5},
-    "rl": {"max_new": 6, "negatives": 6, "updates_per_rollout": 3},
+    "rl": {"max_new": 12, "negatives": 6, "updates_per_rollout": 3},
     "base": {},
 }
 
 
 def settings(kind: str, model: Path, data: Path, out: Path, dtype: str = "float64") -> dict[str, Any]:
     """Six steps. Stage 2 makes three updates on the same rollouts: step 4 stands within such a batch, as does 2."""
-    changes = {"optim": {"steps": 6, "microbatch": 1}, "checkpoint": {"every": 1, "keep": 10}, **STAGES[kind]}
+    optim = STAGE_TWO["optim"] | {"steps": 6}
+    changes = {"optim": optim, "checkpoint": {"every": 1, "keep": 10}, **STAGES[kind]}
     return configure(kind, model, data, out, model={"dtype": dtype}, **changes)
 
 
@@ -53,10 +61,11 @@ def test_other_numbers_of_ranks_go_on(
     float32."""
     data = write(world(40), tmp_path / "data")
     whole, out, model = tmp_path / "whole", tmp_path / "run", plain if kind == "base" else dense
-    width, steps, apart = ("float32", 1e-3, 1e-2) if engine == "zero3" else ("float64", 1e-6, 1e-6)
+    width, steps, apart = ("float32", 1e-3, 1e-3) if engine == "zero3" else ("float64", 1e-6, 1e-6)
     raw = settings(kind, model, data, whole, width)
     if kind == "rl":
         stage_runs.run(kind, raw)
+        assert_rewarded(whole)
     else:
         reference(kind, raw)
     for last, processes in ranks.items():
@@ -81,19 +90,24 @@ def test_adapters_with_dropout_go_on_with_a_notice(dense: Path, eight: Path, tmp
 
 
 @pytest.mark.slow
-def test_a_checkpoint_becomes_a_model_folder(dense: Path, eight: Path, tmp_path: Path) -> None:
-    """The way to another engine, or out of one whose files fit one number of ranks."""
-    raw, out = settings("sft", dense, eight, tmp_path / "run"), tmp_path / "run"
-    reference("sft", raw, "--optim.steps", "2")
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
+def test_a_checkpoint_becomes_a_model_folder(engine: str, dense: Path, eight: Path, tmp_path: Path) -> None:
+    """The way to another engine, or out of one whose files fit one number of ranks: two ranks write a checkpoint, one
+    exports it under the same engine, and one process under DDP starts from that."""
+    out, width = tmp_path / "run", "float32" if engine == "zero3" else "float64"
+    raw = settings("sft", dense, eight, out, width)
+    train("sft", raw, "--optim.steps", "2", engine=engine)
     shutil.move(out / "final", tmp_path / "final")
-    done = train("sft", raw, "--export", processes=1)
+    done = train("sft", raw, "--export", processes=1, engine=engine)
     assert f"the model after step 2: {out / 'model-000002'}" in done.stdout and not (out / "final").exists()
     exported = (out / "model-000002/model.safetensors").read_bytes()
     assert exported == (tmp_path / "final/model.safetensors").read_bytes()
-    train("sft", raw, "--export", "--resume", str(out / "checkpoints/step-000001"), processes=1)
-    assert (out / "model-000001/model.safetensors").read_bytes() != exported
-    train("sft", raw, "--model.path", str(out / "model-000002"), "--run.out", str(tmp_path / "next"), processes=1)
-    assert len(lines(tmp_path / "next")) == 6
+    flags = ("--model.path", str(out / "model-000002"), "--optim.steps", "1")
+    train("sft", raw, *flags, "--run.out", str(tmp_path / "next"), processes=1)
+    assert len(lines(tmp_path / "next")) == 1 and facts(tmp_path / "next")[0]["distributed_type"] == "NO"
+    if engine == "ddp":
+        train("sft", raw, "--export", "--resume", str(out / "checkpoints/step-000001"), processes=1)
+        assert (out / "model-000001/model.safetensors").read_bytes() != exported
 
 
 # ---------------------------------------------------------------------- the parts of a step

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import load_memory
+from optional import need_package
 from realvr.zoo.tiny import build
 
 WIDTH, LAYERS = 1024, 9
@@ -49,7 +50,7 @@ def test_no_rank_ever_holds_the_whole_model(
     """Two ranks: beside what a rank keeps (half of the layers, the rest whole), at most so many layers. DeepSpeed cuts
     whole layers, and copies them while it does."""
     if engine == "zero3":
-        pytest.importorskip("deepspeed")
+        need_package("deepspeed")
     whole = wide(tmp_path / "wide")
     files = len(list((tmp_path / "wide").glob("*.safetensors")))
     assert whole > 550 * MB and files >= 12

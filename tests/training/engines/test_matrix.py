@@ -73,7 +73,7 @@ def check(
 
 SEED = {"dense": 30, "moe": 188}
 """With which the ranks of the first step have unequal work: all wrong answers are those of one rank, and the longest
-completions differ."""
+completions differ. Experts are trained in float32, where other machines may round to another text: looser there."""
 
 
 def stage_two(engine: str, kind: str, lora: object) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def test_stage_two_with_evidence(
     file = engine_of(engine, kind, tmp_path)
     one, two = both("rl", models(kind), eight, tmp_path, engine=file, launcher=launcher, **changes)
     check(one, two, models(kind), engine, kind, lora)
-    assert_uneven(two)
+    assert_uneven(two, whole=kind == "dense")
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def test_stage_two_the_other_way_round(
     file = engine_of(engine, kind, tmp_path)
     one, two = both("rl", models(kind), eight, tmp_path, engine=file, processes=processes, **changes)
     check(one, two, models(kind), engine, kind, lora, processes=processes)
-    assert_uneven(two, processes)
+    assert_uneven(two, processes, whole=kind == "dense")
 
 
 @pytest.mark.slow
