@@ -132,8 +132,8 @@ def test_only_the_undetached_arm_keeps_the_gradient_of_the_weights(
 CALLERS = sorted({name for row in ROWS for name in methods_of(row.called_by) if name.startswith("realvr ")})
 
 
-BOARDS = {"diagnose question-switch": 4, "diagnose variation": 4}
-"""Verbs that need several questions on one picture, and how many."""
+BOARDS = {"diagnose question-switch": 4, "diagnose variation": 4, "diagnose steer": 4}
+"""Verbs that need trails, or several questions on one picture, and how many."""
 BY_EDIT = {"diagnose task-structure": ("--by", "edit", "--limit", "20")}
 QUICK = {"exchange", "counterfactual", "diagnose dependence", "diagnose enrichment"}
 
