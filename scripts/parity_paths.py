@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import parity_decode
 import parity_span
 import torch
 from parity_span import flat, gradients_of, grown
@@ -46,6 +47,7 @@ CHECKS: dict[str, tuple[str, float, float | None]] = {
     **{f"{mode} decode: texts": ("absolute", 0.0, None) for mode in ("static", "graph")},
     **{f"{mode} decode: the same again": ("absolute", 0.0, 0.0) for mode in ("static", "graph")},
     **{f"{mode} decode: after an update": ("relative", 1e-5, 0.05) for mode in ("static", "graph")},
+    **parity_decode.CHECKS,
     "rollout together = alone: texts": ("absolute", 0.0, None),
     **{f"deferred gradients, {memory}": ("relative", 1e-4, 0.1) for memory in MEMORY},
     "deferred gradients, in place": ("relative", 1e-4, 0.1),
@@ -63,7 +65,7 @@ CHECKS: dict[str, tuple[str, float, float | None]] = {
     **{f"split replay of {trunk}: gradients, checkpointed": ("relative", 1e-4, 0.1) for trunk in TRUNKS},
     **parity_span.CHECKS,
 }
-_NOTICE = re.compile("fast decoding|recorded span")
+_NOTICE = re.compile("fast decoding|recorded span|split attention|fast vision")
 Load = Callable[[torch.dtype, str], Backbone]
 
 
@@ -93,6 +95,7 @@ class Paths:
         with self._noting():
             for mode in ("static", "graph") if self.device.startswith("cuda") else ("static",):
                 found |= self.decoding(mode)
+                found |= parity_decode.with_adapters(self, mode) | parity_decode.moving(self, mode)
             if self.exact:
                 found |= self.together()
             found |= self.deferred()

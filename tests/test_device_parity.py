@@ -31,6 +31,9 @@ def test_every_fast_path_is_within_tolerance_on_the_cpu(family: str) -> None:
     assert {
         "static decode: texts",
         "static decode: after an update",
+        "static decode with adapters: log-probs",
+        "static decode with adapters: after an update",
+        "static decode, rows move: texts",
         "deferred gradients, checkpointed",
         "thin adapters: gradients",
         "packed rows: gradients",

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 import op_tape
@@ -31,6 +32,8 @@ from realvr.latent.fast import FastDecode, fast_decode
 from realvr.latent.graphs import why_not_modules
 from realvr.latent.group_rollout import Rollout, decode, rollout
 from realvr.latent.sampling import Sampling, choose
+from realvr.training.adapters import Adapters
+from realvr.training.sections import LoraSettings
 
 pytestmark = pytest.mark.skipif(torch.float32 != DTYPE, reason="in float64; half precision flips near ties")
 
@@ -310,6 +313,46 @@ def test_recorded_steps_follow_the_weights(fresh: Backbone) -> None:
     hook = fresh.decoder.layers[0].register_forward_hook(lambda *_: None)
     assert "hook" in (why_not_modules(fresh, 100) or "")
     hook.remove()
+
+
+def test_recorded_steps_with_adapters(fresh: Backbone) -> None:
+    """As Stage 2 with LoRA rolls out: updates in place need nothing, an adapter that is switched off is noticed."""
+    if fresh.family.name != "qwen2.5-vl":
+        pytest.skip("one family is enough")
+    adapters = Adapters(fresh, LoraSettings(rank=4, alpha=8, dropout=0.1))
+    fresh.model.train()
+    lora = [(name, p) for name, p in fresh.model.named_parameters() if "lora_" in name]
+    generator = torch.Generator().manual_seed(8)
+    fast = small(fresh, columns=64, recorded=True, or_plain=True, record=op_tape.record)
+    prompts = [fresh.prompt(ask(0)), fresh.prompt([Turn("user", "No")])]
+    asked: dict[str, Any] = {"group": 2, "latents": 2, "sampling": Sampling(temperature=0.0, max_new=5, stop=None)}
+    latents = []
+    for recorded in (2, 2, 4):
+        with torch.no_grad():
+            for _, parameter in lora:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+        if recorded == 4:
+            for module in fresh.decoder.modules():
+                if isinstance(module, LoraLayer):
+                    module.enable_adapters(False)
+        with adapters.still():  # without dropout, which could not be recorded
+            mine, plain = (rollout(fresh, prompts, fast=way, **asked) for way in (fast, None))
+        assert_same(mine, plain, 1e-4)
+        assert fast.counts["recorded"] == recorded and not fast.counts["plain"] and not fast.counts["eager"]
+        latents.append(mine.latents_BKD)
+    assert min(difference(a, b) for a, b in zip(latents, latents[1:], strict=False)) > 1e-3
+
+
+def test_rows_move_between_recorded_steps(one: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A smaller shape is recorded in the middle of a text, and used again by the next one."""
+    monkeypatch.setattr(one, "eos_ids", [*one.eos_ids, *range(300, 420)])
+    prompts, sampling = [one.prompt(ask(n)) for n in range(6)], Sampling(temperature=1.0, max_new=12, stop=None)
+    fast = small(one, columns=64, compact=2, every=2, ahead=1, recorded=True, record=op_tape.record)
+    for seed in (3, 4):
+        plain = rollout(one, prompts, latents=1, sampling=sampling, seed=seed)
+        assert_same(rollout(one, prompts, latents=1, sampling=sampling, seed=seed, fast=fast), plain, 1e-4)
+    assert fast.counts["moved"] >= 2 and not fast.counts["eager"]
+    assert fast.counts["recorded"] <= 1 + 4  # one latent step, and one of decoding for each number of rows
 
 
 def test_a_step_that_cannot_be_recorded_runs_eagerly(one: Backbone) -> None:

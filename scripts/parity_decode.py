@@ -1,0 +1,130 @@
+"""Static and recorded decoding with adapters, and with rows that move to smaller buffers, for `device_parity.py`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from parity_span import flat
+from torch import Tensor
+
+from realvr.backbone import Backbone, Prompt
+from realvr.latent import Sampling, prefill, think
+from realvr.latent.fast import FastDecode
+from realvr.latent.group_rollout import Rollout, rollout
+from realvr.training.adapters import Adapters
+from realvr.training.sections import LoraSettings
+
+if TYPE_CHECKING:
+    from parity_paths import Found, Paths
+
+K, ROWS = 8, 8
+SAMPLING = Sampling(max_new=12)
+ENDING = Sampling(max_new=24)
+ENDS = range(300, 420)
+"""Ids that also end a completion, so that rows end at different steps."""
+MODES = ("static", "graph")
+
+# name -> (measure, float32 tolerance, bfloat16 floor); a floor of None means float32 only
+CHECKS: dict[str, tuple[str, float, float | None]] = {
+    **{f"{mode} decode with adapters: latents": ("relative", 1e-5, 0.05) for mode in MODES},
+    **{f"{mode} decode with adapters: log-probs": ("absolute", 1e-4, 0.2) for mode in MODES},
+    **{f"{mode} decode with adapters: texts": ("absolute", 0.0, None) for mode in MODES},
+    **{f"{mode} decode with adapters: after an update": ("relative", 1e-5, 0.05) for mode in MODES},
+    **{f"{mode} decode, rows move: log-probs": ("absolute", 1e-4, 0.2) for mode in MODES},
+    **{f"{mode} decode, rows move: texts": ("absolute", 0.0, None) for mode in MODES},
+}
+
+
+@torch.no_grad()
+def with_adapters(paths: Paths, mode: str) -> Found:
+    """As Stage 2 with LoRA rolls out, before and after an update of the adapters in place."""
+    ours, truth = (
+        paths.load(dtype, str(device))
+        for dtype, device in ((paths.dtype, paths.device), (torch.float32, paths.truth.device))
+    )
+    prompts, name = paths.ask(ours), f"{mode} decode with adapters"
+    adapters = [_adapted(backbone) for backbone in (ours, truth)]
+    fast = FastDecode(ours, recorded=mode == "graph", **paths.buffers)
+
+    def sampled(fast: FastDecode | None) -> Rollout:
+        with adapters[0].still():
+            return rollout(ours, prompts, group=4, sampling=SAMPLING, seed=5, latents=K, fast=fast)
+
+    found = _compared(paths, name, ours, truth, sampled(fast), sampled(None))
+    _adapt(ours, 2)
+    _adapt(truth, 2)
+    latents = [sampled(way).latents_BKD for way in (fast, None)]
+    right = think(truth, prefill(truth, truth.batch(prompts))[0], K)[1]
+    found[f"{name}: after an update"] = (flat(latents[:1]), flat([right]), None if paths.exact else flat(latents[1:]))
+    paths.notes.append(f"{name}: " + ", ".join(f"{count} {what}" for what, count in fast.counts.items()))
+    return found
+
+
+def _adapted(backbone: Backbone) -> Adapters:
+    made = Adapters(backbone, LoraSettings(rank=4, alpha=8))
+    _adapt(backbone, 1)
+    return made
+
+
+def _adapt(backbone: Backbone, seed: int) -> None:
+    """The same adapters in every number format."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(backbone.model.named_parameters()):
+        if "lora_" in name:
+            parameter.copy_((torch.randn(parameter.shape, generator=generator) * 0.05).bfloat16())
+
+
+@torch.no_grad()
+def moving(paths: Paths, mode: str) -> Found:
+    """Prompts that go on move to buffers of half the rows, several times."""
+    ours, truth = paths.ours, paths.truth
+    asked = paths.ask(ours)
+    prompts = [asked[i % len(asked)] for i in range(ROWS)]
+    before = ours.eos_ids
+    fast = FastDecode(ours, recorded=mode == "graph", compact=2, **paths.buffers)
+    try:
+        ours.eos_ids = [*before, *ENDS]
+        mine, plain = (
+            rollout(ours, prompts, sampling=ENDING, seed=list(range(ROWS)), latents=K, fast=way) for way in (fast, None)
+        )
+    finally:
+        ours.eos_ids = before
+    if fast.counts["moved"] < 2 and not fast.counts["plain"]:
+        raise AssertionError(f"rows moved {fast.counts['moved']} times: other seeds are needed")
+    name = f"{mode} decode, rows move"
+    paths.notes.append(f"{name}: " + ", ".join(f"{count} {what}" for what, count in fast.counts.items()))
+    found = _compared(paths, name, ours, truth, mine, plain, prompts)
+    del found[f"{name}: latents"]
+    return found
+
+
+def _compared(
+    paths: Paths,
+    name: str,
+    ours: Backbone,
+    truth: Backbone,
+    mine: Rollout,
+    plain: Rollout,
+    prompts: list[Prompt] | None = None,
+) -> Found:
+    """Latents and log-probabilities against the truth, texts against the plain way."""
+    prompts = paths.ask(ours) if prompts is None else prompts
+    states = {id(each): prefill(each, each.batch(prompts))[0] for each in (ours, truth)}
+    z_right = think(truth, states[id(truth)], K)[1]
+    ids, real, recorded = mine.tensors()
+
+    def scored(backbone: Backbone) -> Tensor:
+        return flat([paths._scored(backbone, states[id(backbone)], mine)[real]])
+
+    exact = paths.exact
+    found: Found = {
+        f"{name}: latents": (flat([mine.latents_BKD]), flat([z_right]), None if exact else flat([plain.latents_BKD])),
+        f"{name}: log-probs": (flat([recorded[real]]), scored(truth), None if exact else scored(ours)),
+    }
+    if exact:
+        other = plain.tensors()[0]
+        size = max(ids.shape[-1], other.shape[-1])
+        both = [torch.nn.functional.pad(x, (0, size - x.shape[-1]), value=-1) for x in (ids, other)]
+        found[f"{name}: texts"] = (flat(both[:1]), flat(both[1:]), None)
+    return found
