@@ -21,12 +21,14 @@ from html_tree import Element, read
 from optional import need_browser
 from realvr.cli import main
 from realvr.cli.diagnose import SuiteCommand, as_suite
-from realvr.diagnostics.base import DIAGNOSTICS, Shown
-from realvr.diagnostics.card import FIGURES, as_markdown, read_card, write_card
+from realvr.diagnostics.base import DIAGNOSTICS, Diagnostic, Shown
+from realvr.diagnostics.card import FIGURES, _lines, as_markdown, read_card, write_card
+from realvr.diagnostics.numbers import macro_mean
 from realvr.diagnostics.settings import DiagnoseSettings
 from realvr.diagnostics.suite import RECORD_FILE, Suite
 from realvr.diagnostics.vocabulary import Vocabulary
 from realvr.errors import UserError
+from realvr.widgets import DASH
 from realvr.widgets.figures import files
 
 EVIL = "<script>alert(1)</script>\"'|`[x](javascript:1)` *b* ${x}"
@@ -115,6 +117,97 @@ def test_verdict_numbers_and_what_is_missing(page: Element, folder: Path) -> Non
     assert "exchange" in text and "no pairs in" in text and "Not run: " in text
     assert "--tests controls,walk,vocabulary" in text and "--card" in text
     assert (folder / "card.md").read_text().count("\n## ") == 5
+
+
+EMPTY = {"mean": None, "low": None, "high": None, "pairs": 0}
+SOME: dict[str, Any] = {"mean": 0.125, "low": 0.0625, "high": 0.1875, "pairs": 60}
+
+
+@pytest.mark.parametrize("kind", list(DIAGNOSTICS), ids=lambda kind: kind.name)
+def test_every_diagnostic_puts_a_number_forward(kind: type[Diagnostic], tmp_path: Path) -> None:
+    headings = [one.heading for one in kind.highlights]
+    assert headings and len(set(headings)) == len(headings)
+    diagnostic = kind()
+    empty: Any = diagnostic.extend(diagnostic.summarise([]), {}, tmp_path)
+    assert [one.cell(empty).text for one in kind.highlights] == [DASH] * len(headings), "nothing was measured"
+    (line, *more) = _lines(kind, empty, {})
+    assert line.text == DASH and line.diagnostic == kind.name and not more, "and the card says so in one line"
+
+
+@pytest.mark.parametrize(
+    ("name", "summary", "numbers"),
+    [
+        ("similarity", {"within": {"adjacent": SOME}, "residualised": SOME}, ["0.125", "0.125"]),
+        (
+            "consistency",
+            {"rows": [{"condition": "augmentation", "rcs": SOME}], "other_questions": EMPTY},
+            ["0.125", "–"],
+        ),
+        (
+            "forcing",
+            {
+                "targets": {
+                    "a": {"questions": 1, "schedules": []},
+                    "b": {"questions": 2, "schedules": [{"forced": 0, "cosine": SOME}]},
+                }
+            },
+            ["0.125"],
+        ),
+        (
+            "rank",
+            {"clouds": {"latents": {"rows": 9, "width": 4, "rank90": 3, "halves": [{"rank90": 2}, {"rank90": 3}]}}},
+            ["3", "–"],
+        ),
+        ("residual", {"best": {"lift": {"value": SOME | {"mean": 12.5}}}}, ["+12.5"]),
+        (
+            "readout",
+            {
+                "groups": {
+                    "a": {"mass": {"correct": EMPTY, "delta": EMPTY}},
+                    "all": {"mass": {"correct": SOME, "delta": SOME}},
+                }
+            },
+            ["0.1250", "+0.1250"],
+        ),
+        (
+            "distances",
+            {
+                "distances": {
+                    "a": {"latent": SOME, "final": SOME},
+                    "b": {"latent": SOME | {"mean": 0.375, "low": 0.3125, "high": 0.4375}, "final": EMPTY},
+                }
+            },
+            ["0.250", "0.125"],
+        ),
+        ("attention-map", {"links": {"answer_on_image": SOME, "answer_on_latents": EMPTY}}, ["0.125", "–"]),
+        ("steer-region", {"toward": {"moved": SOME}}, ["+0.125"]),
+        ("steer-edit", {"steps": [{"edited": {"new": rate(30, 60)}}, {"edited": {"new": rate(0, 60)}}]}, ["50.0"]),
+        ("question-switch", {"selection": SOME}, ["+0.12"]),
+        ("evidence-readout", {"on_latents": SOME}, ["0.125"]),
+        ("cases", {"both_right": [rate(45, 60), rate(0, 60)]}, ["75.0"]),
+    ],
+)
+def test_numbers_on_the_card_are_those_of_the_summary(name: str, summary: dict[str, Any], numbers: list[str]) -> None:
+    kind = DIAGNOSTICS.get(name)
+    assert [one.cell(summary).text for one in kind.highlights] == numbers
+    lines = _lines(kind, summary, {name: {"examples": 60}})
+    assert [one.text for one in lines] == [text for text in numbers if text != DASH]
+    assert lines[0].examples == f"60 {kind.unit}" and lines[0].diagnostic == name
+
+
+def test_a_mean_over_edits_is_as_sure_as_independent_edits_make_it() -> None:
+    assert macro_mean([SOME, SOME]) == {
+        "mean": 0.125,
+        "low": pytest.approx(0.125 - 0.0625 / 2**0.5),
+        "high": pytest.approx(0.125 + 0.0625 / 2**0.5),
+        "pairs": 120,
+    }
+
+
+def test_every_diagnostic_in_the_folder_has_a_line(folder: Path) -> None:
+    card = read_card(folder)
+    measured = {kind.name for kind in DIAGNOSTICS if kind.read(folder) is not None}
+    assert {one.diagnostic for one in card.lines} == measured == {"controls", "walk", "vocabulary"}
 
 
 def test_its_command_asks_for_the_same_settings(tmp_path: Path) -> None:

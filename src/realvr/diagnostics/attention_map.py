@@ -27,7 +27,7 @@ from pydantic import Field
 from typing_extensions import override
 
 from realvr.diagnostics import attention_results
-from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.data import with_shown_boxes
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import mean, short
@@ -75,6 +75,19 @@ class AttentionMap(Diagnostic[MapSettings]):
     batch = 8
     order = 51
     examples = (80, 200)
+    highlights = (
+        Highlight(
+            "attention of the answer on the picture",
+            lambda summary: average(summary["links"]["answer_on_image"], 3, False),
+            overview=False,
+        ),
+        Highlight(
+            "attention of the answer on the latents",
+            lambda summary: average(summary["links"]["answer_on_latents"], 3, False),
+            "Attention of the answer: share of all bins, mean over layers and heads.",
+            overview=False,
+        ),
+    )
 
     @override
     def measure(self, model: Model, samples: Samples) -> Iterable[Record]:

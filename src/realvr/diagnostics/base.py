@@ -173,7 +173,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Highlight:
-    """A number that the report's overview shows for every model."""
+    """A number that stands for a diagnostic on the card of a model, and in the report's overview of several."""
 
     heading: str
     cell: Callable[[Any], Cell]
@@ -182,6 +182,8 @@ class Highlight:
     """What it is, in a sentence below the table."""
     metric: str = ""
     """Metric of a training run that stands in where the diagnostic was not run."""
+    overview: bool = True
+    """Whether the report's overview has a column for it."""
 
 
 S = TypeVar("S", bound=DiagnosticSettings)

@@ -164,10 +164,10 @@ def _lines(kind: type[Diagnostic], summary: Mapping[str, Any], tests: Mapping[st
     examples = tests.get(kind.name, {}).get("examples") or summary.get("questions")
     counted = f"{examples} {kind.unit}" if isinstance(examples, int) and examples else DASH
     cells = [(one, one.cell(summary)) for one in kind.highlights]
+    known = [(one, cell) for one, cell in cells if cell.text != DASH]
     return [
         Line(one.heading, cell.text, cell.below, cell.few, counted, kind.name, one.note)
-        for one, cell in cells
-        if cell.text != DASH
+        for one, cell in known or cells[:1]  # what was measured has a line, though it be without a number
     ]
 
 

@@ -20,7 +20,7 @@ from pydantic import Field, field_validator
 from typing_extensions import TypedDict, override
 
 from realvr.diagnostics import results
-from realvr.diagnostics.base import Diagnostic, Needs, Samples, Shown
+from realvr.diagnostics.base import Diagnostic, Highlight, Needs, Samples, Shown
 from realvr.diagnostics.counterfactual import AnswerSettings
 from realvr.diagnostics.folders import BENCHMARK
 from realvr.diagnostics.model import Model
@@ -31,7 +31,7 @@ from realvr.latent.steps import parse_steps
 from realvr.runs.journal import Record
 from realvr.runs.progress import busy
 from realvr.runs.records import Text as AnyText
-from realvr.widgets import Cell, Switch, Table, Text, Widget, share
+from realvr.widgets import DASH, Cell, Switch, Table, Text, Widget, share
 from realvr.widgets.explorer import Case, Explorer, Said
 
 if TYPE_CHECKING:
@@ -155,6 +155,14 @@ class Cases(Diagnostic[CasesSettings]):
     unit = "pairs or questions"
     examples = (6, 24)  # few on a CPU: the page shows what others have measured of them, and they take few there
     order = 5
+    highlights = (
+        Highlight(
+            "questions of the case browser answered rightly, %",
+            lambda summary: share(summary["both_right"][0]) if summary["both_right"] else Cell(DASH),
+            "Case browser: examined questions with every picture answered rightly.",
+            overview=False,
+        ),
+    )
     opens = True
 
     def select(self, items: Sequence[Asked], data: Path) -> list[Asked]:

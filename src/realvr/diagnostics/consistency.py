@@ -38,13 +38,13 @@ from pydantic import Field
 from typing_extensions import TypedDict, override
 
 from realvr.diagnostics import results as shapes
-from realvr.diagnostics.base import Diagnostic, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic, Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.counterfactual import AnswerSettings
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import mean
 from realvr.diagnostics.states import StateFiles
 from realvr.runs.journal import Record
-from realvr.widgets import Cell, Table, Widget, average
+from realvr.widgets import DASH, Cell, Table, Widget, average
 from realvr.widgets.browser import Facts, Panel
 
 if TYPE_CHECKING:
@@ -146,6 +146,20 @@ class Consistency(Diagnostic[ConsistencySettings]):
     batch = 16
     order = 710
     examples: ClassVar[tuple[int, int]] = (12, 200)
+    highlights = (
+        Highlight(
+            "consistency (RCS) under light augmentation",
+            lambda summary: _highlight(summary),
+            "RCS: cosine of the mean latents of a question under brightness, contrast, rotation, crop; read it beside "
+            "that of other questions.",
+            overview=False,
+        ),
+        Highlight(
+            "cosine of mean latents of other questions",
+            lambda summary: average(summary["other_questions"], 3, False),
+            overview=False,
+        ),
+    )
     _ids: tuple[str, ...] = ()
 
     @override
@@ -289,3 +303,8 @@ def _left_out(row: Mapping[str, Any]) -> str:
 
 def _said(value: float | None) -> str:
     return "none" if value is None else f"{value:.6f}"
+
+
+def _highlight(summary: OwnSummary) -> Cell:
+    found = [row["rcs"] for row in summary["rows"] if row["condition"] == AUGMENTED]
+    return average(found[0], 3, False) if found else Cell(DASH)

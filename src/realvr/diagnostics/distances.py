@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, NotRequired
 from typing_extensions import TypedDict, override
 
 from realvr.diagnostics import results as shapes
-from realvr.diagnostics.base import Diagnostic, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic, Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.counterfactual_figure import distances_figure
 from realvr.diagnostics.counterfactual_summary import DISTANCES, summarise_distances
 from realvr.diagnostics.model import Model
-from realvr.diagnostics.numbers import controls_line
+from realvr.diagnostics.numbers import controls_line, macro_mean
 from realvr.diagnostics.pair_panels import distances_panel
 from realvr.diagnostics.pairs import Pair, unrelated
 from realvr.evaluation.published import published
@@ -64,6 +64,19 @@ class Distances(Diagnostic):
     unit = "pairs"
     examples = (24, 512)
     order = 20
+    highlights = (
+        Highlight(
+            "latent distance of an edit",
+            lambda summary: _over_edits(summary, "latent"),
+            "Distances: cosine, mean over edits.",
+            overview=False,
+        ),
+        Highlight(
+            "final-state distance of an edit",
+            lambda summary: _over_edits(summary, "final"),
+            overview=False,
+        ),
+    )
 
     @override
     def prepare(self, model: Model, samples: Sequence[Pair]) -> None:
@@ -130,3 +143,8 @@ class Distances(Diagnostic):
     @override
     def figure(self, results: Sequence[Shown]) -> Figure | None:
         return distances_figure(results)
+
+
+def _over_edits(summary: OwnSummary, name: str) -> Cell:
+    found = [one[name] for one in (summary["distances"] or {}).values()]
+    return average(macro_mean(found), 3, False)

@@ -31,7 +31,7 @@ from typing_extensions import override
 from realvr.data.boxes import prompt_boxes, with_area
 from realvr.data.sample import Box, Sample
 from realvr.diagnostics import attention_results
-from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.data import with_shown_boxes
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import mean, ratio
@@ -81,6 +81,13 @@ class EvidenceReadout(Diagnostic[DiagnosticSettings]):
     batch = 16
     order = 52
     examples = (100, 1000)
+    highlights = (
+        Highlight(
+            "attention before the first answer token on the latents",
+            lambda summary: average(summary["on_latents"], 3, False),
+            overview=False,
+        ),
+    )
 
     @override
     def measure(self, model: Model, samples: Samples) -> Iterable[Record]:

@@ -37,13 +37,13 @@ from pydantic import Field, field_validator
 from typing_extensions import TypedDict, override
 
 from realvr.diagnostics import results as shapes
-from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import mean
 from realvr.errors import UserError
 from realvr.latent.steps import parse_steps
 from realvr.runs.journal import Record
-from realvr.widgets import Cell, Table, Widget, average
+from realvr.widgets import DASH, Cell, Table, Widget, average
 from realvr.widgets.browser import Bars, Facts, Panel, Series
 
 if TYPE_CHECKING:
@@ -144,6 +144,14 @@ class Forcing(Diagnostic[ForcingSettings]):
     batch = 16
     order = 730
     examples: ClassVar[tuple[int, int]] = (128, 1000)
+    highlights = (
+        Highlight(
+            "cosine of latents to their targets",
+            lambda summary: _highlight(summary),
+            "Targets: what Stage 1 trains latents to reconstruct; free-running.",
+            overview=False,
+        ),
+    )
 
     @override
     def settle(self, model: Model) -> None:
@@ -326,3 +334,10 @@ def _curves(ax: Any, one: Shown, group: Mapping[str, Any], key: str) -> None:  #
         values, low, high = ([value[end] for value in found] for end in ("mean", "low", "high"))
         places = [schedule["forced"] for schedule in group["schedules"]]
         figures.curve(ax, places, values, low, high, one.number, f"{one.name}, {label}", **more)
+
+
+def _highlight(summary: OwnSummary) -> Cell:
+    """Free-running, of the kind of target that most questions have."""
+    kinds = sorted(summary["targets"].values(), key=lambda one: -one["questions"])
+    free = [one for kind in kinds for one in kind["schedules"] if one["forced"] == 0]
+    return average(free[0]["cosine"], 3, False) if free else Cell(DASH)

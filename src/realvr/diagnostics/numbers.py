@@ -82,6 +82,16 @@ def difference(first: Sequence[float], second: Sequence[float]) -> dict[str, Any
     return {"mean": between, "low": low, "high": high, "pairs": len(first) + len(second)}
 
 
+def macro_mean(means: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Unweighted mean over edits that have one (`mean`); its interval is from theirs, since edits are independent."""
+    known = [one for one in means if one["mean"] is not None]
+    if not known:
+        return {"mean": None, "low": None, "high": None, "pairs": 0}
+    middle = sum(one["mean"] for one in known) / len(known)
+    down, up = (math.sqrt(sum((one[end] - one["mean"]) ** 2 for one in known)) / len(known) for end in ("low", "high"))
+    return {"mean": middle, "low": middle - down, "high": middle + up, "pairs": sum(one["pairs"] for one in known)}
+
+
 def short(value: float) -> float:
     """Six significant digits: what a record keeps of a number."""
     return float(f"{value:.6g}")

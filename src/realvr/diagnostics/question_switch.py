@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from realvr.diagnostics import attention_results
-from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Needs, OwnSummary, Samples, Shown, Skip
+from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown, Skip
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import mean, rate, short
 from realvr.diagnostics.question_groups import groups
@@ -67,6 +67,14 @@ class QuestionSwitch(Diagnostic[DiagnosticSettings]):
     batch = 16
     order = 53
     examples = (96, 800)
+    highlights = (
+        Highlight(
+            "attention density, own minus other question",
+            lambda summary: average(summary["selection"], 2),
+            "Density: in the region of the question that is asked, beside the other question about the same picture.",
+            overview=False,
+        ),
+    )
 
     @override
     def select(self, items: Sequence[Sample], data: Path) -> list[Sample]:

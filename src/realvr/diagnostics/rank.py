@@ -35,7 +35,7 @@ from typing_extensions import TypedDict, override
 
 from realvr.data.sample import Sample
 from realvr.diagnostics import results as shapes
-from realvr.diagnostics.base import Diagnostic, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic, Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.lengths import EVIDENCE, LengthSettings, measured
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import hashed
@@ -124,6 +124,19 @@ class Rank(Diagnostic[RankSettings]):
     batch = 16
     order = 720
     examples: ClassVar[tuple[int, int]] = (512, 2000)
+    highlights = (
+        Highlight(
+            "directions with 90 % of the variance, latents",
+            lambda summary: _highlight(summary, "latents"),
+            "Directions: in brackets those of two halves of the questions, no interval.",
+            overview=False,
+        ),
+        Highlight(
+            "the same, visual tokens",
+            lambda summary: _highlight(summary, "visual"),
+            overview=False,
+        ),
+    )
     _ids: tuple[str, ...] = ()
     _computed: tuple[tuple[str, ...], dict[str, Any]] | None = None
 
@@ -312,3 +325,8 @@ def _bars(one: Shown, key: str) -> tuple[str, list[float | None], list[float | N
         for limit in (min, max)
     ]
     return one.name, values, ends[0], ends[1]
+
+
+def _highlight(summary: OwnSummary, name: str) -> Cell:
+    cloud = summary["clouds"].get(name)
+    return Cell(DASH) if cloud is None else _cell(cloud, "rank90")

@@ -33,7 +33,7 @@ from typing_extensions import TypedDict, override
 
 from realvr.data.sample import Sample
 from realvr.diagnostics import results as shapes
-from realvr.diagnostics.base import Diagnostic, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic, Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.counterfactual import AnswerSettings
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import difference, mean, rate
@@ -120,6 +120,19 @@ class Readout(Diagnostic[ReadoutSettings]):
     batch = 16
     order = 50
     examples: ClassVar[tuple[int, int]] = (256, 2048)
+    highlights = (
+        Highlight(
+            "attention of right answers on the latents",
+            lambda summary: _highlight(summary, "correct", False),
+            "Readout: mean over layers, heads and content positions.",
+            overview=False,
+        ),
+        Highlight(
+            "the same, right minus wrong",
+            lambda summary: _highlight(summary, "delta", True),
+            overview=False,
+        ),
+    )
 
     @override
     def measure(self, model: Model, samples: Samples) -> Iterable[Record]:
@@ -318,3 +331,10 @@ def _by_latent(ax: Any, results: Sequence[Shown]) -> None:  # noqa: ANN401  # ma
     ax.set_ylim(bottom=0)
     if ax.lines:
         ax.legend()
+
+
+def _highlight(summary: OwnSummary, name: str, sign: bool) -> Cell:
+    """Of all questions."""
+    groups = summary["groups"]
+    found = groups.get(ALL) or next(iter(groups.values()), None)
+    return Cell(DASH) if found is None else average(found["mass"][name], 4, sign)

@@ -36,7 +36,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from typing_extensions import TypedDict, override
 
 from realvr.diagnostics import results as shapes
-from realvr.diagnostics.base import Diagnostic, Needs, Samples, Shown
+from realvr.diagnostics.base import Diagnostic, Highlight, Needs, Samples, Shown
 from realvr.diagnostics.counterfactual import AnswerSettings
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.pair_panels import residual_panel
@@ -159,6 +159,15 @@ class Residual(Diagnostic[ResidualSettings]):
     unit = "pairs"
     order = 31
     examples: ClassVar[tuple[int, int]] = (16, 128)
+    highlights = (
+        Highlight(
+            "lift of the best residual injection (points)",
+            lambda summary: average(summary["best"]["lift"]["value"], 1),
+            "Residual injection: answers that become those of the other view, at the best strength; it is chosen on "
+            "the other half of the pairs.",
+            overview=False,
+        ),
+    )
 
     @override
     def select(self, items: Sequence[Pair], data: Path) -> list[Pair]:

@@ -45,7 +45,7 @@ from typing_extensions import TypedDict, override
 
 from realvr.data.sample import Sample
 from realvr.diagnostics import results as shapes
-from realvr.diagnostics.base import Diagnostic, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic, Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.lengths import EVIDENCE, LengthSettings, measured
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import mean
@@ -135,6 +135,19 @@ class Similarity(Diagnostic[SimilaritySettings]):
     batch = 16
     order = 700
     examples: ClassVar[tuple[int, int]] = (256, 1000)
+    highlights = (
+        Highlight(
+            "cosine of neighboring latents",
+            lambda summary: average(summary["within"]["adjacent"], 3, False),
+            overview=False,
+        ),
+        Highlight(
+            "the same, residualised on the prompt",
+            lambda summary: average(summary["residualised"], 3, False),
+            "Residualised: without what a linear map of the state before the span tells.",
+            overview=False,
+        ),
+    )
     _good: tuple[tuple[str, str], ...] = ()
     _computed: tuple[tuple[tuple[str, str], ...], dict[str, Any]] | None = None
 

@@ -27,7 +27,7 @@ from pydantic import Field
 from typing_extensions import TypedDict, override
 
 from realvr.diagnostics import results as shapes
-from realvr.diagnostics.base import Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.edits import words
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import rate
@@ -39,7 +39,7 @@ from realvr.diagnostics.steer_summary import OUTCOMES, by_question, outcome
 from realvr.diagnostics.steer_summary import by_distance as group_by_distance
 from realvr.latent.steps import check_steps, parse_steps
 from realvr.runs.journal import Record
-from realvr.widgets import Cell, Table, Text, Widget, average, share
+from realvr.widgets import DASH, Cell, Table, Text, Widget, average, share
 from realvr.widgets.browser import Panel as CasePanel
 
 if TYPE_CHECKING:
@@ -122,6 +122,14 @@ class SteerEdit(_BySteps[EditSettings]):
     unit = "pairs"
     order = 36
     examples: ClassVar[tuple[int, int]] = (16, 256)
+    highlights = (
+        Highlight(
+            "answers that follow an edited object in a latent, %",
+            lambda summary: share(summary["steps"][0]["edited"]["new"]) if summary["steps"] else Cell(DASH),
+            "Edited object: put into the first of the steps that were tried.",
+            overview=False,
+        ),
+    )
 
     @override
     def select(self, items: Sequence[Pair], data: Path) -> list[Pair]:

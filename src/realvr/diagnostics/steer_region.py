@@ -26,7 +26,7 @@ from pydantic import Field
 from typing_extensions import TypedDict, override
 
 from realvr.diagnostics import results as shapes
-from realvr.diagnostics.base import Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.data import with_shown_boxes
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.steer import SteerSettings, _BySteps
@@ -103,6 +103,14 @@ class SteerRegion(_BySteps[RegionSettings]):
     batch = 16
     order = 37
     examples: ClassVar[tuple[int, int]] = (48, 512)
+    highlights = (
+        Highlight(
+            "cosine that later latents gain to a region",
+            lambda summary: average(summary["toward"]["moved"], 3),
+            "Region: where an earlier latent was moved to.",
+            overview=False,
+        ),
+    )
 
     @override
     def measure(self, model: Model, samples: Samples) -> Iterable[Record]:

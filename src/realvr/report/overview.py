@@ -146,7 +146,7 @@ def _headline_figure(arms: Sequence[Arm]) -> list[Figures]:
 
 def _effects(arms: Sequence[Arm], caption: str) -> Table | None:
     """What the span does, in one line per arm."""
-    every = [(kind.name, highlight) for kind in DIAGNOSTICS for highlight in kind.highlights]
+    every = [(kind.name, one) for kind in DIAGNOSTICS for one in kind.highlights if one.overview]
     shown = [(name, one) for name, one in every if any(_highlight_cell(arm, name, one).text != DASH for arm in arms)]
     rows: list[list[Cell | str]] = []
     for arm in arms:
