@@ -233,6 +233,24 @@ def test_all_six_and_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
+def test_the_numbers_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The table of all six backbones, and the example, line by line."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "engines.md").read_text()
+    paper = ["--backbone", "all", "--gpus", "512", "--gpu", "MI250X-GCD", "--engine", "zero3"]
+    plans = [asked(capsys, *paper, "--stage", "sft"), asked(capsys, *paper)]
+    plans.append(asked(capsys, "--backbone", "all", "--gpus", "8", "--gpu", "A100-80GB"))
+    for first, second, third in zip(*plans, strict=True):
+        row = [f"{first['peak_gib']:.1f}, {first['smallest_gpus']}", f"{second['peak_gib']:.1f}, "]
+        row[1] += "yes" if second["fits"] else "**no**"
+        row.append(f"{third['peak_gib']:.1f}, {'yes' if third['fits'] else 'no'}, {third['smallest_gpus']}")
+        assert f"| {first['backbone']} | {' | '.join(row)} |\n" in page
+    _, command, *shown = page[page.index("```text\n$ realvr plan") :].split("\n```")[0].splitlines()
+    assert main(command.split()[2:]) == 0
+    printed = capsys.readouterr().out
+    assert all(line.removesuffix("…") in printed for line in shown) and len(shown) > 12
+
+
+@pytest.mark.slow
 def test_every_paper_config_fits_by_its_own_line(capsys: pytest.CaptureFixture[str]) -> None:
     """The command that its header names, on the paper's GPUs."""
     files = sorted((FOLDER / "paper").glob("*.yaml"))
