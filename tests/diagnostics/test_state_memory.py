@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from live_memory import LiveMemory
+from optional import need_package
 from realvr.diagnostics.base import Diagnostic
+from realvr.diagnostics.probing import Probed
 from realvr.diagnostics.rank import Rank
 from realvr.diagnostics.similarity import Similarity
 from realvr.diagnostics.states import StateFiles
@@ -74,3 +76,24 @@ def test_three_times_the_questions_take_no_more_memory(
     few, many = (peak(name, count, tmp_path / str(count)) for count in (FEW, MANY))
     vectors = 8 * sum(rows.size for rows in states(name, np.random.default_rng(0)).values())
     assert many - few < 0.05 * vectors * (MANY - FEW)
+
+
+def test_a_bootstrap_of_clusters_has_one_working_copy() -> None:
+    """The exception: probes and clusters need all vectors at once. However many draws, there is one copy of them, and
+    for a moment the one that scikit-learn takes for their variance."""
+    need_package("sklearn")
+    rows = np.random.default_rng(0).normal(size=(400, 500)).astype(np.float32)
+    probed = Probed(rows, np.repeat(["a", "b"], 200), [str(n) for n in range(400)])
+    probed.bootstrap(1)  # imports
+    copy, peaks = 8 * rows.size, []
+    for draws in (1, 4):
+        tracemalloc.start()
+        probed.bootstrap(draws)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert copy < peaks[0] < 2.2 * copy and peaks[1] < 2.2 * copy
+    tracemalloc.start()
+    probed.linear()
+    peak_of_probe = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_of_probe < 5 * copy  # as docs/diagnostics.md says

@@ -70,6 +70,17 @@ def test_separable_classes_are_found_and_shuffled_ones_are_chance() -> None:
     assert (again.labels == chance.labels).all() and again.linear() == chance.linear()
 
 
+def test_standardised_in_place_as_scikit_learn_does_it() -> None:
+    """Constant columns, one of them not exactly: a large number that is rounded."""
+    need_package("sklearn")
+    from sklearn.preprocessing import StandardScaler
+
+    rows = np.random.default_rng(3).normal(size=(30, 5)) * [1, 5, 0.1, 0, 0] + [0, 1e3, -1, 7, 1e8 / 3]
+    right = StandardScaler().fit_transform(rows)
+    probing.standardise(rows)
+    assert rows == pytest.approx(right, abs=1e-9) and abs(rows[:, 3:]).max() < 1e-6
+
+
 def test_fewer_samples_than_dimensions_and_noise_is_still_chance() -> None:
     """Any training data can be separated here; held-out samples tell."""
     need_package("sklearn")
@@ -213,7 +224,7 @@ def test_the_command(
     backbone = Backbone.load(build_tiny("qwen2.5-vl"), dtype=torch.float32, device="cpu")
     backbone.latents = 1
     small = backbone.save(tmp_path / "small")
-    write(iter(world_samples(3)), "jsonl", tmp_path / "data.jsonl")
+    write((replace(sample, pair=None) for sample in world_samples(3)), "jsonl", tmp_path / "data.jsonl")
     args = ["diagnose", "task-structure", str(small), str(tmp_path / "data.jsonl"), "--out", str(tmp_path / "out")]
     args += ["--by", "view", "--max-new", "2", "--device", "cpu", "--resamples", "2"]
     assert main(args) == 0

@@ -8,6 +8,9 @@ Features are standardised: for clusters over all samples, for probes over the tr
 * ``mlp``: one hidden layer of `HIDDEN` rectified units, Adam with steps of `STEP`, weight decay 1e-3, at most
   `EPOCHS` epochs.
 
+All vectors of one kind are in memory, n x D, with one working copy in float64 for all draws of the bootstrap and a few
+for a probe.
+
 Probes are scored by 5-fold cross-validation: every sample is predicted once, by a probe that has not seen it. Folds are
 stratified by class; where samples share a picture, all of one picture are in one fold.
 """
@@ -29,6 +32,16 @@ from realvr.evaluation.statistics import interval
 
 FOLDS, STARTS, HIDDEN, EPOCHS, STEP = 5, 10, 64, 100, 0.005
 Labels = NDArray[Any]
+_CHUNK = 64
+
+
+def standardise(rows_ND: NDArray[np.float64]) -> None:
+    """Mean 0 and deviation 1 of every column, in place; a constant column is only centred."""
+    count, mean_D = len(rows_ND), rows_ND.mean(0)
+    rows_ND -= mean_D
+    variance_D = np.einsum("nd,nd->d", rows_ND, rows_ND) / count
+    rounding_D = (count * np.finfo(np.float64).eps * mean_D) ** 2
+    rows_ND /= np.sqrt(np.where(variance_D > rounding_D, variance_D, 1.0))
 
 
 def check() -> None:
@@ -47,27 +60,30 @@ class Probed:
 
     def ari(self) -> float:
         """Adjusted Rand index of k-means clusters with the labels."""
-        return self._ari(np.arange(len(self.labels)), STARTS, self.seed)
+        return self._ari(np.arange(len(self.labels)), STARTS, self.seed, np.empty(self.rows.shape))
 
     def bootstrap(self, draws: int) -> dict[str, Any]:
         """Mean and interval of the index over draws of samples, each clustered again; a `Mean` with n samples."""
-        rng = np.random.default_rng([self.seed, 2])
+        rng, space = np.random.default_rng([self.seed, 2]), np.empty(self.rows.shape)
         count = len(self.labels)
-        found = np.array([self._ari(rng.integers(0, count, count), 1, draw) for draw in range(draws)])
+        found = np.array([self._ari(rng.integers(0, count, count), 1, draw, space) for draw in range(draws)])
         low, high = interval(found)
         return {"mean": float(found.mean()), "low": low, "high": high, "pairs": count}
 
-    def _ari(self, chosen: NDArray[np.intp], starts: int, seed: int) -> float:
+    def _ari(self, chosen: NDArray[np.intp], starts: int, seed: int, space: NDArray[np.float64]) -> float:
+        """Of the chosen samples; ``space`` (n, D) is written over, so that a draw takes no memory of its own."""
         from sklearn.cluster import KMeans
         from sklearn.metrics import adjusted_rand_score
-        from sklearn.preprocessing import StandardScaler
 
-        rows, labels = StandardScaler().fit_transform(self.rows[chosen].astype(np.float64)), self.labels[chosen]
+        for start in range(0, len(chosen), _CHUNK):
+            space[start : start + _CHUNK] = self.rows[chosen[start : start + _CHUNK]]
+        standardise(space)
         classes = len(np.unique(self.labels))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # fewer distinct points than clusters: equal states are no mistake
-            clusters = KMeans(min(classes, len(rows)), n_init=starts, random_state=seed).fit_predict(rows)
-        return float(adjusted_rand_score(labels, clusters))
+            clustering = KMeans(min(classes, len(space)), n_init=starts, random_state=seed, copy_x=False)
+            clusters = clustering.fit_predict(space)
+        return float(adjusted_rand_score(self.labels[chosen], clusters))
 
     def linear(self) -> dict[str, Any]:
         """Accuracy of the linear probe over held-out samples."""
