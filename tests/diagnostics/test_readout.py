@@ -19,7 +19,7 @@ from pair_reference import greedy, question
 from realvr.backbone import Backbone
 from realvr.cli import main
 from realvr.data.export import write
-from realvr.data.sample import ImageRef, Source
+from realvr.data.sample import Source
 from realvr.diagnostics.base import Samples, Shown
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.readout import Readout, group_of
@@ -145,16 +145,16 @@ def test_the_command_and_what_it_refuses(
     backbone.latents = 1
     small = backbone.save(tmp_path / "small")
     data, out = tmp_path / "data.jsonl", tmp_path / "out"
-    broken = replace(world_samples(1)[0], id="broken", images=[ImageRef.from_path(tmp_path / "gone.png")])
-    write(iter(world_samples(1)), "jsonl", data)
-    with data.open("a") as file:
-        row = {"id": broken.id, "images": ["gone.png"], "question": "What?", "answer": "red"}
-        file.write(json.dumps(row) + "\n")
+    write(iter(world_samples(2)), "jsonl", data)
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    assert rows[0]["tags"]["view"] == "original"
+    rows[0]["images"] = ["gone.png"]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = [str(data), "--out", str(out), "--max-new", "3", "--device", "cpu"]
     assert main(["diagnose", "readout", str(build_tiny("gemma3")), *given]) == 2
     assert "has no trained latent span" in capsys.readouterr().err and not out.exists()
     assert main(["diagnose", "readout", str(small), *given, "--by", "edit"]) == 0
-    assert "1 of 9 questions cannot be read" in capsys.readouterr().err
+    assert "1 of 8 questions cannot be read" in capsys.readouterr().err
     summary = json.loads((out / "readout.json").read_text())
     assert len(summary["groups"]) == 5 and summary["errors"] == 1
     assert summary["groups"]["all"]["reason"] == "all answers are wrong"  # K = 1: the whole mass is on the one slot
