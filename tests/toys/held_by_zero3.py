@@ -77,7 +77,7 @@ def main() -> None:
     found["free"] = {"zero3": least_free(ZeRO3, engine._fits, 0)}
 
     other = FSDP2(cpu=True)
-    other.prepare(Net(torch.bfloat16), optim)
+    other.prepare(Net(dtype), optim)
     states = other.estimate(other.module, optim)["optimizer"]
     found["free"]["fsdp2"] = least_free(FSDP2, lambda: other._fits(optim), states)
     print(json.dumps(found))

@@ -43,8 +43,8 @@ def test_what_zero3_holds_against_real_tensors(dtype: str, ranks: int, tmp_path:
         assert one["plan"] == one["engine"]
         assert sum(one["plan"].values()) == pytest.approx(one["real"], abs=100)  # counters and flags
         assert one["plan"]["gradients"] == 4 * numbers + BUCKET * (2 if dtype == "bfloat16" else 4)
-    assert found[0]["free"]["fsdp2"] == _least_free("fsdp2", 2)
-    assert found[0]["free"]["zero3"] == _least_free("zero3", 2 if dtype == "bfloat16" else 4)
+    for engine, free in found[0]["free"].items():
+        assert free == _least_free(engine, 2 if dtype == "bfloat16" else 4)
 
 
 def _least_free(engine: str, itemsize: int) -> int:

@@ -93,7 +93,10 @@ class FSDP2(Engine):
 
     @override
     def prepare(self, module: nn.Module, optim: OptimSettings) -> None:
-        trained_of(module)
+        widest = max((parameter.dtype for parameter in trained_of(module)), key=lambda kind: kind.itemsize)
+        for parameter in trained_of(module):  # a group has one type: rows of 16 bits beside adapters of 32
+            if parameter.dtype != widest:
+                parameter.data = parameter.data.to(widest)
         self._agree(module)
         layers, last = decoder_layers(module)[:-1], decoder_layers(module)[-1:]
         for layer in layers:
