@@ -36,6 +36,8 @@ class Ask:
     """Where n stands, for a plain number."""
     setting: tuple[str, str] | None = None
     """Only from a run with this setting."""
+    counts: bool = False
+    """Whether the count behind a rate is shown, as the paper does."""
 
     @property
     def key(self) -> str:
@@ -91,6 +93,8 @@ def paper(label: str, row: str, column: str, digits: int, sign: bool = False, me
         return NONE
     mean, std = found.values[column]
     text = f"{mean:{'+' if sign else ''},.{digits}f}".replace("-", "−")
+    counted = found.values.get(f"{column}_count")
+    text += f" ({counted[0]:,.0f})" if counted else ""
     return text + (f" ± {std:.{digits}f}" if std is not None else "")
 
 

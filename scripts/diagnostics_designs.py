@@ -199,7 +199,8 @@ def _counterfactual() -> Part:
                 at = ("protocols", words if words == "separate" else turns, "edits", key)
                 sizes = [Ask("counterfactual", (*at, name), 0, model) for name in ("changed", "unchanged")]
                 rates: list[Cell] = [
-                    Ask("counterfactual", (*at, name.replace("paired_", "")), 1, model, 100) for name in names
+                    Ask("counterfactual", (*at, name.replace("paired_", "")), 1, model, 100, counts=True)
+                    for name in names
                 ]
                 if key == "turn_beside":
                     rates[:4] = ["no such pair"] * 4
@@ -208,8 +209,8 @@ def _counterfactual() -> Part:
                 rows.append(["measured", f"`{model}`", words, edit, *sizes, *rates])
     return Part(
         (label,),
-        "Percent; the first four rates are over \\|C\\| pairs whose answer changes, false flips over \\|U\\| "
-        "others, coverage over both "
+        "Percent, with counts in parentheses; the first four rates are over \\|C\\| pairs whose answer changes, "
+        "false flips over \\|U\\| others, coverage over both "
         "views of all. Diagnostic `counterfactual`. `mini-direct` "
         "is our control without a span. Both are worse in two turns than in separate conversations, `mini` by far; "
         "why was not tested.",

@@ -116,9 +116,9 @@ def _mechanism() -> list[Part]:
                         ["modal top token", "`<`", Ask("vocabulary", ("masked", "token"))],
                         ["share of latents with it", "1 (all)", Ask("vocabulary", ("masked", "share"))],
                         [
-                            "probability of the top token",
+                            "its probability there",
                             paper(word, "ReaLVR", "probability", 1),
-                            Ask("vocabulary", ("masked", "probability")),
+                            Ask("vocabulary", ("masked", "modal_probability")),
                         ],
                         ["modal top token, nothing masked", NONE, Ask("vocabulary", ("raw", "token"))],
                         ["share of latents with it", NONE, Ask("vocabulary", ("raw", "share"))],

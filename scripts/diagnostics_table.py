@@ -1,6 +1,7 @@
 """The paper's tables and figures of diagnostics beside ours: the last section of docs/diagnostics.md.
 
     python scripts/diagnostics_table.py --collect runs/mini="one H200" …  # results to docs/results/diagnostics.json
+    python scripts/diagnostics_table.py --keep --collect runs/new="CPU"   # only the numbers of these results
     python scripts/diagnostics_table.py                                   # prints the section, from that file alone
     python scripts/diagnostics_table.py --write                           # puts it into docs/diagnostics.md
 
@@ -71,20 +72,29 @@ class Store:
 # ---------------------------------------------------------------------- from results to the file
 
 
-def collect(folders: Sequence[str], about: str) -> dict[str, Any]:
-    """The numbers that the section asks for, each from the first result that has it."""
+def collect(folders: Sequence[str], about: str, kept: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The numbers that the section asks for, each from the first result that has it, or else ``kept`` as it was."""
     results = [result for named in folders for result in _results(named)]
     store = Store()
     for ask in dict.fromkeys(asked()):
-        for run, summary in results:
-            if (run["test"], run["model"]) == (ask.test, ask.model) and ask.fits(summary["settings"]):
-                number = _number(summary, ask)
-                if number is not None:
-                    if run not in store.runs:
-                        store.runs.append(run)
-                    store.numbers[ask.key] = {**number, "run": store.runs.index(run)}
-                    break
+        found = next(_found(ask, results), None)
+        if found is None and kept is not None and ask.key in kept["numbers"]:
+            number = dict(kept["numbers"][ask.key])
+            found = kept["runs"][number.pop("run")], number
+        if found is not None:
+            run, number = found
+            if run not in store.runs:
+                store.runs.append(run)
+            store.numbers[ask.key] = {**number, "run": store.runs.index(run)}
     return {"about": about, "runs": store.runs, "numbers": store.numbers}
+
+
+def _found(ask: Ask, results: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[tuple[Any, Any]]:
+    for run, summary in results:
+        if (run["test"], run["model"]) == (ask.test, ask.model) and ask.fits(summary["settings"]):
+            number = _number(summary, ask)
+            if number is not None:
+                yield run, number
 
 
 def _results(named: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -201,6 +211,8 @@ def _cell(cell: Cell, store: Store, with_n: bool) -> str:
     if isinstance(number["value"], str):
         return f"`{number['value'].strip()}`".replace("|", "\\|")
     text = cell.shown(number["value"])
+    if cell.counts and number.get("n"):
+        text += f" ({round(number['value'] * number['n']):,})"
     if number.get("low") is not None:
         text += f" [{cell.shown(number['low'])}, {cell.shown(number['high'])}]"
     return text + (f", n {number['n']:,}" if with_n and number.get("n") is not None else "")
@@ -210,10 +222,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--collect", nargs="+", metavar="FOLDER=MACHINE", default=[])
     parser.add_argument("--about", default="mini and its control, numbers of the tables in docs/diagnostics.md")
+    parser.add_argument("--keep", action="store_true", help="numbers that no folder has stay as they are")
     parser.add_argument("--write", action="store_true", help="put the section into docs/diagnostics.md")
     options = parser.parse_args()
     if options.collect:
-        stored = collect(options.collect, options.about)
+        before = json.loads(RESULTS.read_text(encoding="utf-8")) if options.keep else None
+        stored = collect(options.collect, options.about, before)
         write_atomically(RESULTS, json.dumps(stored, indent=1, ensure_ascii=False) + "\n")
         missing = [ask.key for ask in dict.fromkeys(asked()) if ask.key not in stored["numbers"]]
         print(f"{len(stored['numbers'])} numbers of {len(stored['runs'])} runs, {len(labels())} labels")

@@ -120,6 +120,44 @@ def test_a_command_has_every_setting_that_is_not_the_usual_one(script: ModuleTyp
     )
 
 
+def test_rates_have_their_counts_as_in_the_paper(script: ModuleType, stored: dict) -> None:
+    """Every rate of tab:complete-counterfactual, published and measured; the counts make the rates."""
+    text = script.section(stored)
+    table = text[text.index("### tab:complete-counterfactual") : text.index("### tab:latent-exchange")]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith(("| pub", "| meas"))]
+    assert len(rows) == 12 + 16 and rows[0][6] == "75.8 (335)" and rows[0][-1] == "99.8 (1,022)"
+    for row in rows:
+        changed, unchanged = int(row[4]), int(row[5])
+        sizes = [changed] * 4 + [unchanged, 2 * (changed + unchanged)]
+        for cell, size in zip(row[6:], sizes, strict=True):
+            if size:
+                found = re.match(r"([\d.]+) \(([\d,]+)\)", cell)
+                assert found is not None, cell
+                count = int(found[2].replace(",", ""))
+                assert float(found[1]) == pytest.approx(100 * count / size, abs=0.0501), (row, cell)
+            else:
+                assert cell == "no such pair"
+
+
+def test_numbers_that_no_folder_has_are_kept(script: ModuleType, stored: dict, tmp_path: Path) -> None:
+    settings = {
+        "diagnostic": "vocabulary",
+        "data": "/x/trails/samples.jsonl",
+        "model": {"name": "mini", "dtype": "float32"},
+    }
+    one = {"mean": 0.5, "low": 0.25, "high": 0.75, "pairs": 7}
+    found = {"settings": settings, "masked": {"token": "x", "share": one}, "raw": {}, "cosine": {}, "answer": {}}
+    (tmp_path / "vocabulary.json").write_text(json.dumps(found))
+    made = script.collect([f"{tmp_path}=CPU"], stored["about"], stored)
+    assert list(made["numbers"]) == list(stored["numbers"])
+    changed = {key for key in made["numbers"] if made["numbers"][key]["value"] != stored["numbers"][key]["value"]}
+    assert changed == {"mini, vocabulary: masked > token", "mini, vocabulary: masked > share"}
+    for key, number in made["numbers"].items():
+        run = made["runs"][number["run"]]
+        before = stored["runs"][stored["numbers"][key]["run"]]
+        assert run["machine"] == "CPU" if key in changed else run == before
+
+
 def test_the_script_runs_without_torch() -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); import diagnostics_table as d; d.main()\n"
