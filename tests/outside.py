@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import realvr
@@ -23,3 +24,19 @@ def run(*args: object, plugin: Path | None, code: int = 0, seconds: float = 120)
     ended, said = process.wait(seconds), process.out.read_text() + process.said
     assert ended == code, said
     return said
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Everything that a run leaves, without times."""
+    files = [file for file in folder.rglob("*") if file.is_file() and not file.name.startswith(".")]
+    return {
+        str(file.relative_to(folder)): re.sub(rb'"seconds": [0-9.]+', b"", file.read_bytes()).replace(
+            str(folder).encode(), b"OUT"
+        )
+        for file in sorted(files)
+    }
+
+
+def records(folder: Path) -> int:
+    """How many examples have been measured, by any process."""
+    return sum(file.read_bytes().count(b"\n") for file in folder.rglob("*.jsonl"))
