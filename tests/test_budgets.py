@@ -1,4 +1,4 @@
-"""The numbers that the data, world and diagnostics code promise, measured by the benchmark scripts that users can run."""
+"""The numbers that data, world and diagnostics promise, measured by the benchmark scripts that users can run."""
 
 from __future__ import annotations
 
