@@ -472,6 +472,9 @@ def test_modes(one: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Backbone, "device", torch.device("cuda", 1))
     for devices, sharded, why in ((1, True, "parameters are sharded"), (2, False, "lies on 2 devices")):
         monkeypatch.setattr(Backbone, "devices", [torch.device("cuda", n) for n in range(devices)])
+        with warnings.catch_warnings():  # another process says it
+            warnings.simplefilter("error")
+            assert fast_decode(one, "auto", sharded=sharded, announce=False) is None
         with pytest.warns(UserWarning, match=f"{why}.*plain way") as said:
             for _ in range(2):  # rollouts and validation
                 assert fast_decode(one, "auto", sharded=sharded) is None

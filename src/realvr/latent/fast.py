@@ -41,14 +41,17 @@ class NoRoom(MemoryError):
     """There is no memory for static buffers, and a smaller group may do; see ``or_smaller`` of `FastDecode`."""
 
 
-def fast_decode(backbone: Backbone, mode: FastMode, *, sharded: bool = False) -> FastDecode | None:
+def fast_decode(
+    backbone: Backbone, mode: FastMode, *, sharded: bool = False, announce: bool = True
+) -> FastDecode | None:
     """What ``rollout`` and ``decode`` take as ``fast``; None is the plain path. ``sharded``: as in `is_static`; so is a
-    model on several devices."""
+    model on several devices. ``announce``: say where ``auto`` means the plain path on a GPU; one process of several
+    is enough."""
     if mode not in get_args(FastMode):
         raise UserError(f"fast_decode is '{mode}': choose one of {', '.join(get_args(FastMode))}")
     spread = len(backbone.devices)
     if not is_static(mode, backbone.device.type, sharded=sharded or spread > 1):
-        if mode == "auto" and backbone.device.type == "cuda":
+        if announce and mode == "auto" and backbone.device.type == "cuda":
             why = "parameters are sharded" if spread == 1 else f"the model lies on {spread} devices"
             notice_once(f"fast decoding: {why}; texts are decoded in the plain way")
         return None

@@ -160,7 +160,7 @@ class RolloutMethod(Method[RlSettings, RC, RlBatch]):
             c.group,
             settings.run.seed,
             grouping,
-            fast_decode(self.backbone, c.fast_decode, sharded=run.ranks.shards),
+            fast_decode(self.backbone, c.fast_decode, sharded=run.ranks.shards, announce=run.ranks.rank == 0),
             c.release_decode,
             self.recorded,
         )

@@ -184,7 +184,9 @@ class Validation:
         """As rollouts are decoded, with buffers that go with the validation. In lockstep ranks must not decide for
         themselves whether there is room for them."""
         mode: FastMode = getattr(getattr(self.settings, "method", None), "fast_decode", "off")
-        return None if self.engine.lockstep else fast_decode(self.backbone, mode, sharded=self.engine.shards)
+        if self.engine.lockstep:
+            return None
+        return fast_decode(self.backbone, mode, sharded=self.engine.shards, announce=self.engine.main)
 
     def _evaluated(self) -> tuple[list[Prediction], dict[str, Any]]:
         """Predictions of all questions, and the effects that they amount to."""
