@@ -53,7 +53,7 @@ class Split:
         """Whether there is a flash attention for this query (on a CPU, or on a GPU in 16 bits), and a sliding window
         hides nothing."""
         if window is not None and window < self.trunk + self.size:
-            _masked("a sliding window is shorter than a prompt with its completion, and its layers keep the mask")
+            _masked("a sliding window is shorter than a prompt with its completion")
             return False
         if query.device.type != "cpu" and not has_flash(query):
             _masked(f"there is no flash attention on this device for {query.dtype} and heads {query.shape[-1]} wide")
