@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 import stage_runs
 from engine_runs import (
@@ -25,8 +27,11 @@ from engine_runs import (
     assert_uneven,
     both,
     engine_file,
+    facts,
     train,
 )
+from realvr.training.estimate import Setup, with_adapters
+from realvr.training.estimate.peak import local
 from stage_runs import configure
 
 ENGINES = {
@@ -102,6 +107,17 @@ def test_stage_two_with_evidence(
     one, two = both("rl", models(kind), eight, tmp_path, engine=file, launcher=launcher, **changes)
     check(one, two, models(kind), engine, kind, lora)
     assert_uneven(two, whole=kind == "dense")
+    if engine == "fsdp2" and lora:
+        _assert_adapters_whole(models(kind), two, lora)
+
+
+def _assert_adapters_whole(model: Path, out: Path, lora: dict[str, Any]) -> None:
+    """As the plan counts them; the engine cuts those of the last layer alone."""
+    with torch.device("meta"):
+        shape = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(model))
+    weights, setup = with_adapters(shape, lora["rank"], lora["targets"], markers=False), Setup("fsdp2", 2)
+    most = sum(w.numel * w.count for w in weights if w.adapter) // shape.config.get_text_config().num_hidden_layers
+    assert 0 <= sum(local(w, setup) for w in weights) - max(rank["numbers"] for rank in facts(out)) <= most
 
 
 @pytest.mark.slow

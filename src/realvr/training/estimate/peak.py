@@ -114,6 +114,8 @@ def local(weight: Weight, setup: Setup) -> int:
     """Numbers that one rank holds of all parameters of this size (the fullest rank: shards are padded)."""
     if not setup.sharded or (weight.part == "vision" and not weight.trained):
         return weight.numel * weight.count
+    if setup.engine == "fsdp2" and weight.adapter:  # added to layers that are cut already
+        return weight.numel * weight.count
     if setup.engine == "fsdp2":  # cut along the first dimension, experts stacked (`engine.stacked`)
         rows = math.prod(weight.shape[: 2 if weight.part == "layer" and len(weight.shape) == 3 else 1])
         return math.ceil(rows / setup.world) * (weight.numel // max(rows, 1)) * weight.count

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
@@ -32,6 +32,8 @@ class Weight:
     trained: bool
     itemsize: int = 2
     count: int = 1
+    adapter: bool = False
+    """Of LoRA, in a decoder layer."""
 
     @property
     def numel(self) -> int:
@@ -146,23 +148,23 @@ def weights_of(module: nn.Module, *, train_decoder: bool = False) -> list[Weight
         part = part_of(name)
         trained = part != "vision" if train_decoder else parameter.requires_grad
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        found[Weight(shape, part, trained, parameter.element_size())] += 1
-    return [Weight(w.shape, w.part, w.trained, w.itemsize, count) for w, count in found.items()]
+        found[Weight(shape, part, trained, parameter.element_size(), adapter=part == "layer" and ".lora_" in name)] += 1
+    return [replace(weight, count=count) for weight, count in found.items()]
 
 
 def with_adapters(model: Stock, rank: int, targets: Sequence[str], *, markers: bool) -> list[Weight]:
     """The parameters as LoRA would have them: all frozen, adapters beside the named linear layers of the decoder and,
     with ``markers``, rows of the embedding and of a head of its own."""
-    frozen = [Weight(w.shape, w.part, False, w.itemsize, w.count) for w in weights_of(model)]
+    frozen = [replace(weight, trained=False) for weight in weights_of(model)]
     added: Counter[Weight] = Counter()
     for name, inner in model.named_modules():
         if isinstance(inner, nn.Linear) and name.endswith(tuple(targets)) and ".language_model." in f".{name}.":
-            added[Weight((rank, inner.in_features), "layer", True, ADAPTER_BYTES)] += 1
-            added[Weight((inner.out_features, rank), "layer", True, ADAPTER_BYTES)] += 1
+            for shape in ((rank, inner.in_features), (inner.out_features, rank)):
+                added[Weight(shape, "layer", True, ADAPTER_BYTES, adapter=True)] += 1
     if markers:
         tables = {
             id(table.weight): table.weight for table in (model.get_input_embeddings(), model.get_output_embeddings())
         }
         for table in tables.values():
             added[Weight((MARKERS, table.shape[1]), "root", True, table.element_size())] += 1
-    return [*frozen, *(Weight(w.shape, w.part, w.trained, w.itemsize, count) for w, count in added.items())]
+    return [*frozen, *(replace(weight, count=count) for weight, count in added.items())]
