@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from parity_span import flat
+from parity_span import flat, vectors
 from torch import Tensor
 
 from realvr.backbone import Backbone, Prompt
@@ -56,7 +56,11 @@ def with_adapters(paths: Paths, mode: str) -> Found:
     _adapt(truth, 2)
     latents = [sampled(way).latents_BKD for way in (fast, None)]
     right = think(truth, prefill(truth, truth.batch(prompts))[0], K)[1]
-    found[f"{name}: after an update"] = (flat(latents[:1]), flat([right]), None if paths.exact else flat(latents[1:]))
+    found[f"{name}: after an update"] = (
+        vectors(latents[:1]),
+        vectors([right]),
+        None if paths.exact else vectors(latents[1:]),
+    )
     paths.notes.append(f"{name}: " + ", ".join(f"{count} {what}" for what, count in fast.counts.items()))
     return found
 
@@ -119,7 +123,11 @@ def _compared(
 
     exact = paths.exact
     found: Found = {
-        f"{name}: latents": (flat([mine.latents_BKD]), flat([z_right]), None if exact else flat([plain.latents_BKD])),
+        f"{name}: latents": (
+            vectors([mine.latents_BKD]),
+            vectors([z_right]),
+            None if exact else vectors([plain.latents_BKD]),
+        ),
         f"{name}: log-probs": (flat([recorded[real]]), scored(truth), None if exact else scored(ours)),
     }
     if exact:

@@ -18,7 +18,7 @@ from typing import Any
 import parity_decode
 import parity_span
 import torch
-from parity_span import flat, gradients_of, grown
+from parity_span import flat, gradients_of, grown, vectors
 from torch import Tensor
 
 from realvr.backbone import Backbone, Probe, Prompt
@@ -134,9 +134,9 @@ class Paths:
             plain.append(self._scored(ours, state, made)[real])
             texts.append(ids)
             others.append(self._sampled(prompts, seed, None).tensors()[0] if self.exact else ids)
-        yardstick = None if self.exact else (flat([z_plain] * 2), flat(plain))
+        yardstick = None if self.exact else (vectors([z_plain] * 2), flat(plain))
         found: Found = {
-            f"{mode} decode: latents": (flat(latents), flat([z_right] * 2), yardstick and yardstick[0]),
+            f"{mode} decode: latents": (vectors(latents), vectors([z_right] * 2), yardstick and yardstick[0]),
             f"{mode} decode: log-probs": (flat(logps), flat(scored), yardstick and yardstick[1]),
         }
         if self.exact:
@@ -154,7 +154,7 @@ class Paths:
             latents = [self._sampled(prompts, 3, each).latents_BKD for each in (fast, None)]
             state, _ = prefill(self.truth, self.truth.batch(prompts))
             right = think(self.truth, state, K)[1]
-        return flat([latents[0]]), flat([right]), None if self.exact else flat([latents[1]])
+        return vectors([latents[0]]), vectors([right]), None if self.exact else vectors([latents[1]])
 
     def _sampled(self, prompts: list[Prompt], seed: int, fast: FastDecode | None) -> Rollout:
         return rollout(self.ours, prompts, group=GROUP, sampling=SAMPLING, seed=seed, latents=K, fast=fast)
@@ -337,7 +337,7 @@ class Paths:
             _, hidden = prefill(backbone, backbone.batch(prompts))
             made = rollout(backbone, prompts, group=GROUP, sampling=SAMPLING, seed=3, latents=K, fast=fast)
         gradients = {f"gradients, {memory}": self._gradient(backbone, memory) for memory in MEMORY}
-        return {"states": flat([hidden]), "latents, decoded fast": flat([made.latents_BKD])} | gradients
+        return {"states": flat([hidden]), "latents, decoded fast": vectors([made.latents_BKD])} | gradients
 
 
 def wide(preset: str, layers: int, dtype: torch.dtype, device: str) -> Paths:

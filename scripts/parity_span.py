@@ -33,6 +33,11 @@ def flat(parts: list[Tensor]) -> Tensor:
     return torch.cat([part.detach().float().cpu().flatten() for part in parts])
 
 
+def vectors(parts: list[Tensor]) -> Tensor:
+    """(N, D): of each its own distance counts."""
+    return torch.cat([part.detach().float().cpu().flatten(0, -2) for part in parts])
+
+
 def gradients_of(backbone: Backbone, scalar: Tensor, in_place: bool) -> Tensor:
     parameters = [p for _, p in sorted(backbone.model.named_parameters()) if p.requires_grad]
     if in_place:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from realvr.latent.modes import COLUMNS, TOKENS, round_up
+from realvr.latent.modes import COLUMNS, TOKENS, bucket, round_up
 from realvr.training.estimate.activations import Workload, vision_bytes
 from realvr.training.estimate.shape import Decoder
 
@@ -54,7 +54,7 @@ def buffer_bytes(d: Decoder, work: Workload) -> dict[str, int]:
     if not work.static:
         return {}
     prompts = work.together or work.prompts
-    columns = round_up(work.tokens + work.span, COLUMNS) + work.group * round_up(work.static, TOKENS)
+    columns = bucket(work.tokens + work.span, COLUMNS) + work.group * round_up(work.static, TOKENS)
     return {"static buffers": prompts * columns * 2 * d.key * d.itemsize * d.layers}
 
 
