@@ -65,6 +65,7 @@ def peak(name: str, count: int, folder: Path) -> int:
     return alive.peak + most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_three_times_the_questions_take_no_more_memory(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -82,8 +83,8 @@ def test_a_bootstrap_of_clusters_has_one_working_copy() -> None:
     """The exception: probes and clusters need all vectors at once. However many draws, there is one copy of them, and
     for a moment the one that scikit-learn takes for their variance."""
     need_package("sklearn")
-    rows = np.random.default_rng(0).normal(size=(400, 500)).astype(np.float32)
-    probed = Probed(rows, np.repeat(["a", "b"], 200), [str(n) for n in range(400)])
+    rows = np.random.default_rng(0).normal(size=(200, 300)).astype(np.float32)
+    probed = Probed(rows, np.repeat(["a", "b"], 100), [str(n) for n in range(200)])
     probed.bootstrap(1)  # imports
     copy, peaks = 8 * rows.size, []
     for draws in (1, 4):
