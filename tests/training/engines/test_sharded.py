@@ -136,8 +136,8 @@ def test_a_dry_run_prints_what_a_rank_holds(engine: str, moe: Path, eight: Path,
 
 
 def test_lora_in_bf16_with_marker_rows(dense: Path, eight: Path, tmp_path: Path) -> None:
-    """Adapters are 32-bit and marker rows 16-bit, and DeepSpeed takes one type. The steps are those of DDP but for the
-    rounding of DeepSpeed's linear layers, which add the bias apart.
+    """Adapters are 32-bit and marker rows 16-bit; DeepSpeed and a group of FSDP2 take one type. The steps are those of
+    DDP but for rounding: 32-bit rows, and DeepSpeed's linear layers, which add the bias apart.
 
     AdamW divides a gradient by its size: one that is nothing but rounding would move a weight as far as any other, in a
     direction of its own. With a large ``eps`` weights move as far as their gradients are large, and both engines can be
@@ -149,6 +149,7 @@ def test_lora_in_bf16_with_marker_rows(dense: Path, eight: Path, tmp_path: Path)
     }
     changes["lora"] = {"rank": 4, "targets": ["q_proj", "down_proj"], "dropout": 0.0}
     reference("sft", configure("sft", dense, eight, tmp_path / "ddp", **changes))
-    train("sft", configure("sft", dense, eight, tmp_path / "zero3", **changes), engine="zero3")
-    assert_same_steps(tmp_path / "ddp", tmp_path / "zero3", rel=2e-2, abs=1e-3)
-    assert_same_model(tmp_path / "ddp", tmp_path / "zero3", dense, tolerance=0.05)
+    for engine in ("zero3", "fsdp2"):
+        train("sft", configure("sft", dense, eight, tmp_path / engine, **changes), engine=engine)
+        assert_same_steps(tmp_path / "ddp", tmp_path / engine, rel=2e-2, abs=1e-3)
+        assert_same_model(tmp_path / "ddp", tmp_path / engine, dense, tolerance=0.05)
