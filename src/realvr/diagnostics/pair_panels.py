@@ -50,7 +50,7 @@ def counterfactual_panel(records: Sequence[Record]) -> Panel | None:
 
 
 def _answers(record: Record) -> list[str]:
-    """What is said of the original and of the edited picture."""
+    """The answers to the original and to the edited picture."""
     choices, (first, second) = record.get("choices", ()), record["truths"]
     same = bool(equal(first, second, choices))
     views = (
