@@ -143,6 +143,15 @@ class Forked:
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
+    def stop(self) -> None:
+        """Stops it and waits until every thread of it stands still: a signal is sent long before it is obeyed."""
+        self.signal(signal.SIGSTOP)
+        self.until(lambda: all(state == "T" for state in self._states()))
+
+    def _states(self) -> list[str]:
+        stats = [(task / "stat").read_text() for task in Path(f"/proc/{self.pid}/task").iterdir()]
+        return [stat.rpartition(")")[2].split()[0] for stat in stats]
+
     def wait(self, seconds: float = 240) -> int:
         """The exit code. One that hangs fails, with the stacks of all its processes."""
         code = self.server.code(self.pid, seconds)

@@ -36,7 +36,7 @@ def test_two_processes_and_a_kill(name: str, place: Place, tmp_path: Path) -> No
     first = Forked(verb.args(out), tmp_path)
     try:
         first.until(lambda: verb.written(out) >= 1)
-        first.signal(signal.SIGSTOP)
+        first.stop()
         before = verb.written(out)
         second = forked(verb.args(out), tmp_path, constants=IMPATIENT)
         assert_one_line(second, str(out), f"process {first.pid} on this machine", "is writing there")
