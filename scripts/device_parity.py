@@ -46,7 +46,7 @@ from torch import Tensor  # noqa: E402
 
 import reference  # noqa: E402
 from golden_cases import CaseImage, make_image  # noqa: E402
-from realvr.backbone import FAMILIES, Backbone, Probe, Prompt, Turn  # noqa: E402
+from realvr.backbone import FAMILIES, Backbone, Probe, Prompt, Turn, decode_kernels  # noqa: E402
 from realvr.backbone.prompts import tail  # noqa: E402
 from realvr.latent import Sampling, extend, prefill, score, splice, think, trajectory  # noqa: E402
 from realvr.latent.group_rollout import rollout  # noqa: E402
@@ -361,6 +361,18 @@ def table(lines: list[Line]) -> str:
     return "\n".join([*rows, "* is what is compared with 'allowed'"])
 
 
+def told(name: str, lines: list[Line], began: float) -> None:
+    """What is out of tolerance so far is known even if the run is cut off."""
+    mine = [line for line in lines if line.family == name]
+    failed = [f"{line.dtype} {line.check}" for line in mine if not line.ok]
+    print(
+        f"{name}: {len(mine) - len(failed)} of {len(mine)} within tolerance, {time.perf_counter() - began:.1f} s",
+        *failed,
+        sep="\n  ",
+        flush=True,
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -382,15 +394,18 @@ def main() -> int:
             began = time.perf_counter()
             dtypes = [getattr(torch, name) for name in options.dtypes]
             lines += check_family(family, Path(scratch), options.device, dtypes, options.paths)
-            print(f"{family}: {time.perf_counter() - began:.1f} s", flush=True)
+            told(family, lines, began)
+        torch.set_num_threads(min(8, os.cpu_count() or 1))
         for preset in options.wide:
             began = time.perf_counter()
             for name in options.dtypes:
                 paths = parity_paths.wide(preset, options.layers, getattr(torch, name), options.device)
                 lines += fast_lines(preset, name, paths)
-            print(f"{preset}: {time.perf_counter() - began:.1f} s", flush=True)
+            told(preset, lines, began)
     where = torch.cuda.get_device_name() if options.device.startswith("cuda") else options.device
     print(f"\ntorch {torch.__version__}, transformers {transformers.__version__}, on {where}")
+    launched = ", ".join(f"{count} x {name}" for name, count in decode_kernels.launched.items())
+    print(f"kernels of our own, run or recorded: {launched or 'none'}; {decode_kernels.why_not() or 'all compiled'}")
     print(table(lines))
     failed = [line for line in lines if not line.ok]
     print(f"{len(lines) - len(failed)} of {len(lines)} within tolerance")

@@ -18,7 +18,7 @@ from typing import Any
 import parity_decode
 import parity_span
 import torch
-from parity_span import flat, gradients_of, grown, vectors
+from parity_span import MEMORY, TRUNKS, flat, gradients_of, grown, vectors
 from torch import Tensor
 
 from realvr.backbone import Backbone, Probe, Prompt
@@ -36,9 +36,7 @@ from realvr.training.sft_batch import SftExample, pack_rows
 
 Found = dict[str, tuple[Tensor, Tensor, Tensor | None]]
 K, GROUP = 8, 4
-MEMORY = ("cached", "checkpointed-prefill", "checkpointed")
 SAMPLING = Sampling(max_new=12)
-TRUNKS = {"one prompt": 1, "padded prompts": 3}
 
 # name -> (measure, float32 tolerance, bfloat16 floor); a floor of None means float32 only
 CHECKS: dict[str, tuple[str, float, float | None]] = {
@@ -96,6 +94,8 @@ class Paths:
             for mode in ("static", "graph") if self.device.startswith("cuda") else ("static",):
                 found |= self.decoding(mode)
                 found |= parity_decode.with_adapters(self, mode) | parity_decode.moving(self, mode)
+                if mode == "graph":
+                    found |= parity_decode.after_a_failure(self)
             if self.exact:
                 found |= self.together()
             found |= self.deferred()
@@ -104,7 +104,7 @@ class Paths:
             found |= self.vision()
             found |= self.layers()
             found |= self.replay()
-            found |= self.span()
+            found |= self.span() | parity_span.split_steps(self)
         return found
 
     @contextmanager
@@ -206,14 +206,19 @@ class Paths:
     def span(self) -> Found:
         """Latent steps with gradient, recorded forward and backward."""
         ours, _ = self._deferring()
-        recorded = parity_span.recorder(ours, self.buffers.get("columns", COLUMNS))
+        found: Found = {}
 
-        def run(backbone: Backbone, recorded: RecordedSpan | None = None) -> dict[str, Tensor]:
-            return parity_span.measured(backbone, self.ask(backbone)[:2], recorded)
+        def run(backbone: Backbone, recorded: RecordedSpan | None = None, split: bool = False) -> dict[str, Tensor]:
+            return parity_span.measured(backbone, self.ask(backbone)[:2], recorded, split)
 
-        mine, right, plain = run(ours, recorded), run(self.truth), None if self.exact else run(self.ours)
-        self.notes.append("recorded span: " + ", ".join(f"{count} {what}" for what, count in recorded.counts.items()))
-        return {name: (mine[name], right[name], plain and plain[name]) for name in mine}
+        right, plain = run(self.truth), None if self.exact else run(self.ours)
+        for how, split in parity_span.RECORDED.items():
+            recorded = parity_span.recorder(ours, self.buffers.get("columns", COLUMNS))
+            mine = run(ours, recorded, split)
+            self.notes.append(f"{how}: " + ", ".join(f"{count} {what}" for what, count in recorded.counts.items()))
+            found |= {f"{how}: {name}": (mine[name], right[name], plain and plain[name]) for name in mine}
+            recorded.release()
+        return found
 
     def _gradient(self, backbone: Backbone, memory: Any, in_place: bool = False) -> Tensor:
         """Of a scalar of all latents and of an answer, by all trained parameters."""

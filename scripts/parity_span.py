@@ -1,31 +1,47 @@
-"""The recorded span with gradient against the plain one, for `device_parity.py`: steps of ReaLVR.
+"""Spans with gradient against the plain one, for `device_parity.py`: steps of ReaLVR with a recorded span, and latent
+steps that attend to the prompt as it lies.
 
-On a GPU as CUDA graphs; elsewhere with the stand-in of the tests, which repeats recorded operations.
+Recorded on a GPU as CUDA graphs; elsewhere with the stand-in of the tests, which repeats recorded operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 import op_tape
 from realvr.backbone import Backbone, Prompt
+from realvr.latent import score, trajectory
 from realvr.latent.recorded_span import RecordedSpan
 from realvr.training.method import Step
 from realvr.training.methods.realvr import ReaLVR, ReaLVRConfig
 from realvr.training.rl_batch import RlBatch
 
+if TYPE_CHECKING:
+    from parity_paths import Found, Paths
+
 K, GROUP, SIZE, ANSWERS, NEGATIVES = 4, 2, 5, 3, 4
 
+MEMORY = ("cached", "checkpointed-prefill", "checkpointed")
+TRUNKS = {"one prompt": 1, "padded prompts": 3}
+RECORDED = {"recorded span": False, "recorded span, split": True}
+MEASURED: dict[str, tuple[str, float, float | None]] = {
+    "losses": ("relative", 1e-5, 0.05),
+    "gradients": ("relative", 1e-4, 0.1),
+    "gradients, undetached": ("relative", 1e-4, 0.1),
+    "gradients after an update": ("relative", 1e-4, 0.1),
+}
 # name -> (measure, float32 tolerance, bfloat16 floor)
 CHECKS: dict[str, tuple[str, float, float | None]] = {
-    "recorded span: losses": ("relative", 1e-5, 0.05),
-    "recorded span: gradients": ("relative", 1e-4, 0.1),
-    "recorded span: gradients, undetached": ("relative", 1e-4, 0.1),
-    "recorded span: gradients after an update": ("relative", 1e-4, 0.1),
+    **{f"{how}: {name}": limits for how in RECORDED for name, limits in MEASURED.items()},
+    **{f"split steps of {trunk}: latents": ("relative", 1e-5, 0.05) for trunk in TRUNKS},
+    **{
+        f"split steps of {trunk}: gradients, {memory}": ("relative", 1e-4, 0.1) for trunk in TRUNKS for memory in MEMORY
+    },
 }
 
 
@@ -68,14 +84,41 @@ def recorder(backbone: Backbone, columns: int) -> RecordedSpan:
     return RecordedSpan(backbone, columns=columns, record=None if backbone.device.type == "cuda" else op_tape.record)
 
 
-def measured(backbone: Backbone, prompts: list[Prompt], recorded: RecordedSpan | None) -> dict[str, Tensor]:
+def stepped(backbone: Backbone, prompts: list[Prompt], memory: Any, split: bool) -> tuple[Tensor, Tensor]:
+    """All latents, and the gradient of a scalar of them and of an answer by all trained parameters."""
+    generator, rows = torch.Generator().manual_seed(6), len(prompts)
+    weight = torch.randn(rows, K, backbone.width, generator=generator).to(backbone.device)
+    ids = torch.randint(5, 200, (rows, 4), generator=generator).to(backbone.device)
+    _, after, z_BKD = trajectory(backbone, backbone.batch(prompts), latents=K, memory=memory, split=split)
+    logp, _, _ = score(backbone, after, ids[:, None], checkpointed=memory == "checkpointed")
+    return vectors([z_BKD]), gradients_of(backbone, (z_BKD.float() * weight).sum() + logp.sum(), in_place=False)
+
+
+def split_steps(paths: Paths) -> Found:
+    """Attention to the prompt as it lies, against joined keys and values. In float32 a GPU has no flash attention, and
+    they are joined too."""
+    found: Found = {}
+    for trunk, count in TRUNKS.items():
+        for memory in MEMORY:
+            right, plain, mine = (
+                stepped(each, paths.ask(each)[:count], memory, split)
+                for each, split in ((paths.truth, False), (paths.ours, False), (paths.ours, True))
+            )
+            for i, name in enumerate(("latents", f"gradients, {memory}")):
+                found[f"split steps of {trunk}: {name}"] = (mine[i], right[i], None if paths.exact else plain[i])
+    return found
+
+
+def measured(
+    backbone: Backbone, prompts: list[Prompt], recorded: RecordedSpan | None, split: bool = False
+) -> dict[str, Tensor]:
     """Losses and gradients of two steps of one shape, of one whose credit has a gradient, and of one after the weights
     have changed in place."""
 
     def step(detach: bool, order: int) -> tuple[Tensor, Tensor]:
         # No ratio is clipped and every hinge is active: nothing depends on which side of an edge rounding falls.
         config = ReaLVRConfig(type="realvr", detach=detach, margin=2, clip=0.99, clip_high=1e6, lambda_ev=1)
-        method = ReaLVR(backbone, config)
+        method = ReaLVR(backbone, config.model_copy(update={"split_attention": split}))
         method.recorded = recorded
         loss, _ = Step(method)(_batch(backbone, prompts[::order]))
         return loss.detach()[None], gradients_of(backbone, loss, in_place=False)
@@ -86,7 +129,7 @@ def measured(backbone: Backbone, prompts: list[Prompt], recorded: RecordedSpan |
         after = step(True, 1)
     losses = [loss for loss, _ in (first, second, whole, after)]
     found = (flat(losses), flat([first[1], second[1]]), whole[1], after[1])
-    return dict(zip(CHECKS, found, strict=True))
+    return dict(zip(MEASURED, found, strict=True))
 
 
 def _batch(backbone: Backbone, prompts: list[Prompt]) -> RlBatch:

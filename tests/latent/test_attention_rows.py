@@ -338,7 +338,7 @@ def test_pooled_rows_are_sums_over_bins(pair: Any, monkeypatch: pytest.MonkeyPat
         probe, heads = Probe(pool=(left, right)), Probe(pool=(left, right), heads=True)
         with monkeypatch.context() as patched:
             if limit is not None:
-                patched.setattr("realvr.backbone.attention._POOLED_WEIGHTS", limit)
+                patched.setattr("realvr.backbone.attention_rows._POOLED_WEIGHTS", limit)
             prefill(pair.ours, batch, probes=[probe, heads])
         expected = left.to(eager.dtype) @ eager[..., :length, :length] @ right.to(eager.dtype)
         assert difference(probe.stack(), expected) <= 100 * ROWS and float(expected.abs().max()) > 0.1

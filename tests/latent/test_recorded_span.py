@@ -5,6 +5,7 @@ Both graphs are tried with a stand-in for CUDA graphs (`op_tape`), which repeats
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -13,19 +14,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import op_tape
 import reference
 from helpers import DEVICE, ask
-from pair import exact_pair, gradients, relative
+from live_memory import LiveMemory
+from pair import gradients, relative
 from realvr.backbone import Backbone, Batch, Turn
-from realvr.latent import prefill, room, score, splice
+from realvr.latent import prefill, room, splice
 from realvr.latent.recorded_span import RecordedSpan
 from realvr.latent.recurrence import regenerate
 from realvr.training import gradients as deferring
 from realvr.training.adapters import Adapters
 from realvr.training.sections import LoraSettings
+from span_cases import batch_of, exact_backbone, noise, recorder, value
 
 CLOSE = 1e-10
 Loaded = Callable[[str], Backbone]
@@ -39,60 +41,8 @@ def _wide_softmax() -> Iterator[None]:
 
 @pytest.fixture
 def load(build_tiny: Callable[[str], Path], tmp_path: Path) -> Loaded:
-    """A backbone of a family in float64, for one test alone."""
-
-    def get(family: str) -> Backbone:
-        marked = Backbone.load(build_tiny(family), dtype=torch.float32, device="cpu").save(tmp_path / family)
-        found = exact_pair(marked).ours
-        if family == "qwen3-vl-moe":  # in float64 stock experts run one by one
-            found.text_config._experts_implementation = "batched_mm"
-        generator = torch.Generator().manual_seed(4)
-        with torch.no_grad():  # norms and biases of a random model are all equal
-            for parameter in found.decoder.parameters():
-                if parameter.dim() == 1:
-                    parameter.add_(torch.rand(parameter.shape, generator=generator).to(parameter) * 0.3)
-        found.freeze_vision()
-        return found
-
-    return get
-
-
-def recorder(backbone: Backbone, **options: Any) -> RecordedSpan:
-    return RecordedSpan(backbone, columns=16, record=op_tape.record, **options)
-
-
-def batch_of(backbone: Backbone, first: int = 0) -> Batch:
-    """Two prompts of unequal length; ``first`` changes the pictures and not the shape."""
-    texts = ("What color is the small circle?", "Which of the two shapes is larger, and why?")
-    return backbone.batch([backbone.prompt(ask(first + 6 * i, text=text)) for i, text in enumerate(texts)])
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE)
-
-
-def value(
-    backbone: Backbone,
-    batch: Batch,
-    latents: int,
-    recorded: RecordedSpan | None,
-    *,
-    whole: bool = True,
-    memory: Any = "cached",
-    **options: Any,
-) -> Tensor:
-    """A scalar of the prompt, of all latents and, with ``whole``, of an answer behind them."""
-    prompt, hidden = prefill(backbone, batch, checkpointed=memory != "cached")
-    after, z_BKD = regenerate(backbone, prompt, latents, memory=memory, recorded=recorded, whole=whole, **options)
-    found = (z_BKD * noise(*z_BKD.shape)).sum() + (hidden[:, -1] * noise(*hidden[:, -1].shape, seed=1)).sum()
-    assert (
-        after.span == (prompt.length + 1, prompt.length + 1 + latents) and after.length == prompt.length + latents + 2
-    )
-    if whole:
-        ids = torch.randint(5, 200, (len(batch), 1, 4), generator=torch.Generator().manual_seed(2)).to(DEVICE)
-        logp, _, _ = score(backbone, after, ids)
-        found = found + (logp * noise(*logp.shape, seed=3)).sum()
-    return found
+    """A backbone of a family, for one test alone."""
+    return lambda family: exact_backbone(build_tiny(family), tmp_path / family)
 
 
 def check(backbone: Backbone, batch: Batch, latents: int, recorded: RecordedSpan, **options: Any) -> None:
@@ -231,6 +181,33 @@ def test_a_span_that_is_dropped_makes_room(load: Loaded) -> None:
     assert watched() is None
     check(backbone, batch_of(backbone), 2, recorded)
     assert recorded.counts == {"recorded": 1, "replayed": 2}
+
+
+@pytest.mark.parametrize("trained", ["autograd", "deferred", "lora"])
+def test_what_is_released_is_freed(load: Loaded, trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of a recording is left, in a circle through the graph or elsewhere."""
+    backbone = load("qwen2.5-vl")
+    if trained == "deferred":
+        defer(backbone, monkeypatch)
+    elif trained == "lora":
+        adapt(backbone)
+    batch = batch_of(backbone)
+    visual = backbone.encode_images(batch.images)
+
+    def step(recorded: RecordedSpan | None) -> None:
+        prompt, _ = prefill(backbone, batch, visual)
+        regenerate(backbone, prompt, 3, memory="cached", recorded=recorded)[1].sum().backward()
+        backbone.model.zero_grad()
+
+    step(None)
+    with LiveMemory(backbone.model) as memory:
+        recorded = recorder(backbone)
+        step(recorded)
+        assert recorded.counts["replayed"] == 1
+        held = memory.now
+        recorded.release()
+        gc.collect()
+    assert memory.now < 0.02 * held
 
 
 # ---------------------------------------------------------------------- where it does not apply

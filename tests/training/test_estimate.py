@@ -12,20 +12,25 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import op_tape
 from live_memory import LiveMemory
-from realvr.backbone import Backbone
+from realvr.backbone import Backbone, fused_norms, small_kernels
 from realvr.latent.fast import FastDecode
 from realvr.latent.group_rollout import rollout
+from realvr.latent.recorded_span import RecordedSpan
+from realvr.latent.recurrence import regenerate
 from realvr.latent.sampling import Sampling
 from realvr.latent.span import extend, prefill, score, splice
 from realvr.training.adapters import Adapters
 from realvr.training.estimate import Setup, Workload, decoder_of, estimate, weights_of
-from realvr.training.estimate.activations import head_rows, pass_bytes
+from realvr.training.estimate.activations import head_rows, latent_steps, pass_bytes
+from realvr.training.estimate.batches import workload_of
 from realvr.training.estimate.rollout import rollout_bytes
 from realvr.training.method import Step
 from realvr.training.methods.lvr_sft import LvrSft, LvrSftConfig
@@ -106,6 +111,52 @@ def test_what_a_pass_keeps_with_adapters(deeper: Callable[..., Backbone]) -> Non
     visual = backbone.encode_images(batch.images)
     kept, _ = alive(backbone, lambda: prefill(backbone, batch, visual))
     assert pass_bytes(d, 1, batch.ids_BT.shape[1], 0, False, True, False) == pytest.approx(kept, rel=0.05)
+
+
+def fuse_gates(backbone: Backbone) -> None:
+    """Not the norms: on a CPU torch takes them apart, and keeps more than stock."""
+    backbone.fused_layers = True
+    fused_norms.restore(backbone.decoder)
+
+
+@pytest.mark.parametrize(("family", "rank"), [("qwen2.5-vl", 0), ("qwen2.5-vl", RANK), ("gemma3", 0)])
+def test_what_a_pass_keeps_with_fused_gates(
+    deeper: Callable[..., Backbone], family: str, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From as many numbers on as `small_kernels` says; where layers are recomputed, what stock ones keep."""
+    backbone = deeper(family, rank)
+    stock = decoder_of(backbone.model)
+    fuse_gates(backbone)
+    fused = decoder_of(backbone.model)
+    assert fused == replace(stock, fused_gates=True)
+    batch = backbone.batch([benchmark._prompt(backbone, (6, 8))])
+    visual = backbone.encode_images(batch.images)
+    tokens, masked, adapters = batch.ids_BT.shape[1], backbone.two_way_images, rank > 0
+    passes = [(tokens * FFN, False), (tokens * FFN + 1, False), (tokens * FFN, True)]
+    for few, again in passes[: 2 if adapters else 3]:
+        monkeypatch.setattr(small_kernels, "FEW", few)
+        kept, _ = alive(backbone, lambda: prefill(backbone, batch, visual, checkpointed=again))  # noqa: B023
+        mine, theirs = (pass_bytes(d, 1, tokens, 0, masked, adapters, again) for d in (fused, stock))
+        assert mine == pytest.approx(kept, rel=0.05 if rank else 0.02)
+        assert (mine == theirs) == (again or few > tokens * FFN)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["joined", "split"])
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl"])
+def test_what_latent_steps_keep(deeper: Callable[..., Backbone], family: str, split: bool) -> None:
+    """Joined copies of keys and values with every step, or none."""
+    backbone, latents = deeper(family), 6
+    batch = backbone.batch([benchmark._prompt(backbone, (6, 8))] * 2)
+    prompt, _ = prefill(backbone, batch, backbone.encode_images(batch.images))
+    kept, _ = alive(backbone, lambda: regenerate(backbone, prompt, latents, split=split))
+    work = Workload("rl", 2, prompt.length, 0, latents=latents, memory="cached", split=split)
+    assert sum(latent_steps(decoder_of(backbone.model), work, False)) == pytest.approx(kept, rel=0.06)
+
+
+def test_experts_have_no_fused_gates(deeper: Callable[..., Backbone]) -> None:
+    backbone = deeper("qwen3-vl-moe")
+    backbone.fused_layers = True
+    assert not decoder_of(backbone.model).fused_gates
 
 
 # ---------------------------------------------------------------------- rollouts
@@ -199,10 +250,11 @@ STEPS = {
 }
 
 
-def step_of(backbone: Backbone, case: Any) -> tuple[Step, Any]:
+def step_of(backbone: Backbone, case: Any, split: bool) -> tuple[Step, Any]:
     if case.stage == "rl":
-        config = ReaLVRConfig(type="realvr", memory=case.memory, lambda_ev=0.2 if case.evidence else 0.0)
-        return Step(ReaLVR(backbone, config)), benchmark.rl_batch(backbone, case)
+        options = {"memory": case.memory, "lambda_ev": 0.2 if case.evidence else 0.0, "split_attention": split}
+        method = ReaLVR(backbone, ReaLVRConfig(type="realvr", **options))
+        return Step(method), benchmark.rl_batch(backbone, case)
     method = LvrSft(backbone, LvrSftConfig(gradient_checkpointing=case.memory != "cached"))
     batch = benchmark.sft_batch(backbone, case)
     visual = backbone.encode_images(batch.images)
@@ -217,14 +269,35 @@ FEW = ("cached", "checkpointed-prefill", "LoRA", "Stage 1")
 @pytest.mark.parametrize("what", [w if w in FEW else pytest.param(w, marks=pytest.mark.slow) for w in STEPS])
 def test_peak_of_a_whole_step(deeper: Callable[..., Backbone], what: str) -> None:
     case = STEPS[what]
+    check_step(deeper("qwen2.5-vl", case.rank, case.stage == "sft"), case)
+
+
+@pytest.mark.parametrize("what", [w if w == "cached" else pytest.param(w, marks=pytest.mark.slow) for w in STEPS])
+def test_peak_of_a_step_with_fused_gates(
+    deeper: Callable[..., Backbone], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Latent steps are below the bound, prompt and replay above, as in real models."""
+    case = STEPS[what]
+    monkeypatch.setattr(small_kernels, "FEW", 20 * FFN)
     backbone = deeper("qwen2.5-vl", case.rank, case.stage == "sft")
-    module, batch = step_of(backbone, case)
+    fuse_gates(backbone)
+    check_step(backbone, case)
+
+
+@pytest.mark.parametrize("what", ["cached", "many latents"])
+def test_peak_of_a_step_with_split_attention(deeper: Callable[..., Backbone], what: str) -> None:
+    check_step(deeper("qwen2.5-vl"), STEPS[what], split=True)
+
+
+def check_step(backbone: Backbone, case: Any, split: bool = False) -> None:
+    module, batch = step_of(backbone, case, split)
     with LiveMemory(backbone.model) as memory:
         for _ in range(case.microbatches):
             loss, _ = module(batch)
             loss.backward()
             del loss, _
-    work = replace(benchmark.workload(backbone, case, batch), visual=0)  # the visual tokens were there before
+    # The visual tokens were there before.
+    work = replace(benchmark.workload(backbone, case, batch), visual=0, split=split)
     found = estimate(decoder_of(backbone.model), weights_of(backbone.model), work, Setup())
     given = ("frozen weights", "trained weights", "optimizer")
     peak = max(
@@ -233,3 +306,73 @@ def test_peak_of_a_whole_step(deeper: Callable[..., Backbone], what: str) -> Non
         if name not in ("update", "rollout")
     )
     assert peak == pytest.approx(memory.peak, rel=0.15)
+
+
+# ---------------------------------------------------------------------- recorded spans
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["joined", "split"])
+def test_a_recorded_span(deeper: Callable[..., Backbone], split: bool) -> None:
+    """What it holds, to the byte, at every moment; its steps are then not kept by autograd. Without joined copies the
+    activations of the steps count too."""
+    backbone = deeper("qwen2.5-vl")
+    rows, latents = 2, 4
+    batch = backbone.batch([benchmark._prompt(backbone, (6, 8))] * rows)
+    prompt, _ = prefill(backbone, batch, backbone.encode_images(batch.images))
+    span = RecordedSpan(backbone, record=op_tape.record)
+    regenerate(backbone, prompt, latents, recorded=span, split=split)
+    assert span.counts["recorded"] == 1
+    decoder, weights = decoder_of(backbone.model), weights_of(backbone.model)
+    plain = Workload("rl", rows, prompt.length, 0, latents=latents, group=2, answer=4, split=split)
+    held = span.held_bytes + (sum(latent_steps(decoder, plain, False)) if split else 0)
+
+    def moments(**changes: Any) -> dict[str, dict[str, int]]:
+        return estimate(decoder, weights, replace(plain, **changes), Setup()).moments
+
+    without, found = moments(), moments(recorded=True)
+    assert {parts["recorded span"] for parts in found.values()} == {held}
+    for name, parts in found.items():
+        gap = sum(parts.values()) - sum(without[name].values()) - held
+        assert gap < 0 if name in ("readout", "latent steps, backward") else gap == 0
+    for other in ({"memory": "checkpointed"}, {"evidence": False}):
+        assert moments(recorded=True, **other) == moments(**other)
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "shards", "found"),
+    [
+        (True, "cuda", False, True),
+        (True, "cpu", False, False),
+        (True, "cuda", True, False),
+        (False, "cuda", False, False),
+    ],
+)
+def test_where_a_span_is_recorded(
+    deeper: Callable[..., Backbone], setting: bool, device: str, shards: bool, found: bool
+) -> None:
+    config = ReaLVRConfig(type="realvr", recorded_span=setting)
+    engine: Any = SimpleNamespace(device=torch.device(device), shards=shards, lockstep=False)
+    batch = benchmark.rl_batch(deeper("qwen2.5-vl"), CASE)
+    work = workload_of(SimpleNamespace(method=config), engine, batch, 1)  # type: ignore[arg-type]
+    assert work is not None and work.recorded_span is found
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "wide", "found"),
+    [
+        (True, "cuda", False, True),
+        (True, "cuda", True, False),
+        (True, "cpu", True, True),
+        (False, "cuda", False, False),
+    ],
+)
+def test_where_latent_steps_are_split(
+    deeper: Callable[..., Backbone], setting: bool, device: str, wide: bool, found: bool
+) -> None:
+    config = ReaLVRConfig(type="realvr", split_attention=setting)
+    engine: Any = SimpleNamespace(device=torch.device(device), shards=False, lockstep=False)
+    batch = benchmark.rl_batch(deeper("qwen2.5-vl"), CASE)
+    if wide:
+        batch.visual = replace(batch.visual, features_ND=batch.visual.features_ND.float())
+    work = workload_of(SimpleNamespace(method=config), engine, batch, 1)  # type: ignore[arg-type]
+    assert work is not None and work.split is found

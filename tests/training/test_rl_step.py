@@ -430,8 +430,8 @@ def test_memory_modes_agree(exact: Pair, data: Data, variant: str) -> None:
 def test_split_attention_equals_the_naive_reference(
     exact: Pair, data: Data, variant: str, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts and completions of unequal length, a padded trunk. Only a readout with gradient, the last column of a
-    trajectory and short windows need a mask."""
+    """Prompts and completions of unequal length, a padded trunk. Only a readout with gradient and short windows need a
+    mask; latent steps need none, windows or not."""
     masks: list[tuple[Columns, int, int | None]] = []
     visible = Columns.visible
 
@@ -446,6 +446,7 @@ def test_split_attention_equals_the_naive_reference(
         assert None in branches
     else:
         assert all(window is not None for window in branches) and bool(branches) == exact.ours.windowed
+    assert not any(queries in (1, 2) for _, queries, _ in masks)
     spans = [window for columns, queries, window in masks if queries == K + 2 and columns.segment is None]
     assert all(window is not None for window in spans) and bool(spans) == exact.ours.windowed
 
@@ -463,11 +464,14 @@ def test_split_attention_scores_as_the_start_of_the_run(exact: Pair, data: Data)
 
 
 @ONE_FAMILY
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("memory", ["cached", "checkpointed-prefill"])
 @pytest.mark.parametrize("variant", ["realvr", "undetached"])
-def test_a_recorded_span_equals_the_naive_reference(exact: Pair, data: Data, variant: str, memory: str) -> None:
+def test_a_recorded_span_equals_the_naive_reference(
+    exact: Pair, data: Data, variant: str, memory: str, split: bool
+) -> None:
     """Recorded with one step and repeated with the same prompts in another order."""
-    options = VARIANTS[variant].model_copy(update={"memory": memory, "recorded_span": True})
+    options = VARIANTS[variant].model_copy(update={"memory": memory, "recorded_span": True, "split_attention": split})
     method = ReaLVR(exact.ours, options)
     assert method.recorded is not None and ReaLVR(exact.ours, VARIANTS[variant]).recorded is None
     method.recorded = RecordedSpan(exact.ours, record=op_tape.record)
@@ -476,6 +480,7 @@ def test_a_recorded_span_equals_the_naive_reference(exact: Pair, data: Data, var
         wanted = gradients(exact.stock, right(exact, part, options).loss)
         assert relative(gradients(exact.ours.model, loss), wanted) <= TOLERANCE
     assert method.recorded.counts == {"recorded": 1, "replayed": 2}
+    assert [each.split for each in method.recorded._recordings.values()] == [split]
 
 
 @pytest.mark.parametrize("family", ["qwen2.5-vl"], indirect=True)

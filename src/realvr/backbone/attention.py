@@ -24,7 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from realvr.backbone.attention_rows import probed, weights_of
 from realvr.backbone.packed_attention import Packed, attend_packed
+from realvr.backbone.span_attention import Run, Trunk, attend_span, behind_trunk
 from realvr.backbone.split_attention import Split, attend_split, usable, weights_on
 from realvr.backbone.static import StaticPass
 
@@ -32,9 +34,6 @@ TEXT_ATTENTION = "realvr_text"
 
 # Below this many query rows a masked pass folds the query heads of a K/V head into rows instead of repeating K and V.
 _FOLD_ROWS = 32
-
-# Weights of a pooled probe that exist at once.
-_POOLED_WEIGHTS = 2**24
 
 Segments = tuple[tuple[Tensor, Tensor], ...]
 """Keys and values of one layer, in pieces along time: each (B, H_kv, t_i, d)."""
@@ -150,7 +149,9 @@ class Pass:
     past, probes, images that attend both ways or are hidden, a sliding window shorter than an example). ``split`` says
     that the new columns are branches behind a trunk: attention then runs over the trunk and inside each branch, unless
     something else is asked for (a matrix, probes of more than some columns of the trunk or with gradient, hidden
-    images, a sliding window shorter than trunk and branch). ``join``: see `remember`.
+    images, a sliding window shorter than trunk and branch). ``trunk`` says that they are a step of a span behind one
+    piece of keys and values: attention then runs over that piece as it lies and over the span's own columns, unless
+    something else is asked for (a matrix, probes, hidden images). ``join``: see `remember`.
     """
 
     def __init__(
@@ -163,6 +164,7 @@ class Pass:
         packed: Packed | None = None,
         join: bool = False,
         split: Split | None = None,
+        trunk: Trunk | None = None,
     ) -> None:
         self.past, self.columns, self.probes, self.matrix, self.device = past, columns, probes, matrix, device
         plain = columns.image_visibility is None and matrix is None
@@ -170,7 +172,9 @@ class Pass:
         self._packed_on: dict[torch.device, Packed] = {}
         self._split = usable(split, plain, probes)
         self._split_on: dict[torch.device, Split] = {}
-        self.new: dict[int, tuple[Tensor, Tensor]] = {}
+        self._trunk = behind_trunk(trunk, plain and not probes)
+        self._runs: dict[tuple[int | None, torch.device], tuple[Run, ...]] = {}
+        self.new: dict[int, Segments] = {}
         self._open = True
         self._merged = self._split is None and (join or not torch.is_grad_enabled())
         self._masks: dict[tuple[int | None, torch.device], Tensor | None] = {}
@@ -186,12 +190,9 @@ class Pass:
         new, self.new = self.new, {}
         self.probes = tuple(replace(probe, layers={}) for probe in self.probes)
         self.matrix = None if self.matrix is None else Matrix(watch=self.matrix.watch)
-        past = self.past or [()] * len(new)
-        if len(past) != len(new):
-            raise RuntimeError(f"{len(new)} of {len(past)} layers went through '{TEXT_ATTENTION}'")
-        if self._merged:
-            return [(new[layer],) for layer in sorted(new)]
-        return [(*past[layer], new[layer]) for layer in sorted(new)]
+        if self.past and len(self.past) != len(new):
+            raise RuntimeError(f"{len(new)} of {len(self.past)} layers went through '{TEXT_ATTENTION}'")
+        return [new[layer] for layer in sorted(new)]
 
     def remember(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keep this pass's keys and values; return them behind the earlier ones.
@@ -201,17 +202,25 @@ class Pass:
         frees it. A chain of short passes whose joined copies are kept anyway asks for these too (``join``): each
         gradient then goes back through two pieces, not through as many as there were passes.
         """
-        own = (key, value)
-        joined = _joined((*(self.past[layer] if self.past else ()), own))
+        pieces = (*(self.past[layer] if self.past else ()), (key, value))
+        whole = joined(pieces)
         if self._open:
-            self.new[layer] = joined if self._merged else own
-        return joined
+            self.new[layer] = (whole,) if self._merged else pieces
+        return whole
 
     def beside(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keep this pass's keys and values; return the earlier ones by themselves."""
         if self._open:
-            self.new[layer] = (key, value)
-        return _joined(self.past[layer])
+            self.new[layer] = (*self.past[layer], (key, value))
+        return joined(self.past[layer])
+
+    def behind(self, layer: int, key: Tensor, value: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Keep this pass's keys and values; return those of the trunk as they lie, and these behind the span's."""
+        trunk, *earlier = self.past[layer]
+        own = joined((*earlier, (key, value)))
+        if self._open:
+            self.new[layer] = (trunk, own) if self._merged else (trunk, *earlier, (key, value))
+        return trunk, own
 
     def mask(self, queries: int, window: int | None, device: torch.device) -> Tensor | None:
         """The mask of layers with this sliding window on this device, built once a pass."""
@@ -238,80 +247,30 @@ class Pass:
             self._split_on[query.device] = self._split.to(query.device)
         return self._split_on[query.device]
 
+    def runs(self, window: int | None, query: Tensor) -> tuple[Run, ...] | None:
+        """What each query of a latent step sees of the trunk, if layers with this window may attend to trunk and span
+        one by one; else None."""
+        place = self.columns.window_position
+        window = window if window is not None and window < self.columns.length else None
+        if self._trunk is None or (window is not None and place is None) or not self._trunk.takes(query, window):
+            return None
+        if (window, query.device) not in self._runs:
+            folds = query.shape[1] // self.past[0][0][0].shape[1]
+            self._runs[window, query.device] = self._trunk.runs(query.shape[2], folds, window, place, query.device)
+        return self._runs[window, query.device]
+
     def record(self, layer: int, store: dict[int, Tensor], value: Tensor) -> None:
         """Keep a tensor of a layer; a checkpointed layer that runs again keeps nothing twice."""
         if self._open:
             store[layer] = value
 
 
-def _joined(pieces: Segments) -> tuple[Tensor, Tensor]:
+def joined(pieces: Segments) -> tuple[Tensor, Tensor]:
     """Keys and values of one layer in one piece."""
     if len(pieces) == 1:
         return pieces[0]
     keys, values = zip(*pieces, strict=True)
     return torch.cat(keys, dim=2), torch.cat(values, dim=2)
-
-
-def _weights(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float, causal: bool) -> Tensor:
-    """Post-softmax attention (B, H, R, Tk) of ``query`` (B, H, R, d) on ``key`` (B, H_kv, Tk, d), without repeating
-    keys. In float32 or wider."""
-    batch, heads, rows, width = query.shape
-    kv_heads, length = key.shape[1], key.shape[2]
-    folded = query.reshape(batch, kv_heads, heads // kv_heads * rows, width)
-    scores = (folded @ key.transpose(2, 3) * scaling).view(batch, heads, rows, length)
-    if mask is None and causal:
-        index = torch.arange(length, device=key.device)
-        mask = (index <= index[length - rows :, None])[None, None]
-    if mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    return scores.softmax(-1, dtype=wide)
-
-
-def _rows(probe: Probe, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    queries = query.shape[2]
-    if probe.pool is not None:
-        return _pooled(probe, query, key, mask, scaling)
-    with torch.set_grad_enabled(probe.gradient and torch.is_grad_enabled()):
-        if probe.rows is not None:
-            if mask is None and queries > 1:
-                index = torch.arange(key.shape[2], device=key.device)
-                mask = (index <= index[key.shape[2] - queries :, None])[None, None]
-            pick = probe.rows.to(query.device)[:, None, :, None]
-            query = query.gather(2, pick.expand(-1, query.shape[1], -1, query.shape[3]))
-            if mask is not None:
-                mask = mask.expand(query.shape[0], -1, -1, -1).gather(2, pick.expand(-1, 1, -1, mask.shape[3]))
-        weights = _weights(query, key, mask, scaling, causal=probe.rows is None and queries > 1)
-        if not probe.heads:
-            weights = weights.mean(1)
-        if isinstance(probe.columns, slice):
-            weights = weights[..., probe.columns]
-        elif probe.columns is not None:
-            pick = probe.columns.to(weights.device)[:, None]
-            pick = pick if not probe.heads else pick[:, None]
-            weights = weights.gather(-1, pick.expand(*weights.shape[:-1], -1))
-        return weights if probe.gradient else weights.detach()
-
-
-def _pooled(probe: Probe, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """``left @ rows @ right`` of a pooled probe, in chunks of queries of at most `_POOLED_WEIGHTS` weights."""
-    assert probe.pool is not None
-    left, right = (matrix.to(query.device, torch.float32)[:, None] for matrix in probe.pool)
-    batch, heads, queries, _ = query.shape
-    index = torch.arange(queries, device=query.device).expand(batch, -1) if probe.rows is None else probe.rows
-    if mask is None and queries > 1:
-        column = torch.arange(key.shape[2], device=key.device)
-        mask = (column <= column[key.shape[2] - queries :, None])[None, None]
-    size = max(1, _POOLED_WEIGHTS // (batch * heads * key.shape[2]))
-    total = None
-    for start in range(0, index.shape[1], size):
-        part = replace(probe, rows=index[:, start : start + size], pool=None)
-        rows = _rows(part, query, key, mask, scaling)
-        rows = rows if probe.heads else rows[:, None]
-        pooled = left[..., start : start + size].to(rows.dtype) @ (rows @ right.to(rows.dtype))
-        total = pooled if total is None else total + pooled
-    assert total is not None
-    return total if probe.heads else total[:, 0]
 
 
 def _folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
@@ -364,6 +323,8 @@ def attend(
         return realvr.attend(layer, query, key, value, scale, sliding_window), None
     if (split := realvr.split(sliding_window, query)) is not None and not dropout:
         return _attend_branches(layer, query, key, value, split, scale, realvr), None
+    if (runs := realvr.runs(sliding_window, query)) is not None and not dropout:
+        return attend_span(query, *realvr.behind(layer, key, value), runs, scale), None
     key, value = realvr.remember(layer, key, value)
     queries = query.shape[2]
     if (packed := realvr.packed(sliding_window, query.device)) is not None and not dropout:
@@ -371,9 +332,9 @@ def attend(
     mask = realvr.mask(queries, sliding_window, query.device)
     home = realvr.device or query.device
     for probe in realvr.probes:
-        realvr.record(layer, probe.layers, _rows(probe, query, key, mask, scale).to(home))
+        realvr.record(layer, probe.layers, probed(probe, query, key, mask, scale).to(home))
     if realvr.matrix is not None:
-        weights = _weights(query, key, mask, scale, causal=queries > 1).to(query.dtype)
+        weights = weights_of(query, key, mask, scale, causal=queries > 1).to(query.dtype)
         if realvr.matrix.watch is not None:
             weights = realvr.matrix.watch(layer, weights)
         else:

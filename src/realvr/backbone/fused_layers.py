@@ -20,8 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realvr.backbone import fused_norms, small_kernels
+from realvr.backbone import decode_kernels, fused_norms, small_kernels
+from realvr.backbone.gate_memory import made_again
 from realvr.backbone.packed_attention import attend_varlen, has_varlen
+from realvr.backbone.side_streams import beside
 from realvr.backbone.vision import VISION_ATTENTION, attend_chunks
 from realvr.families import Stock
 
@@ -116,14 +118,12 @@ def _attend(
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # takes seconds to import
 
     shape = hidden_states.shape[:-1]
-    query, key, value = (
-        project(hidden_states).view(*shape, -1, module.head_dim)
-        for project in (module.q_proj, module.k_proj, module.v_proj)
-    )
+    projected = beside(hidden_states, module.q_proj, module.k_proj, module.v_proj)
+    query, key, value = (x.view(*shape, -1, module.head_dim) for x in projected)
     if "q_norm" in module._modules:  # of each head by itself: before or after heads and columns change places
         query, key = module.q_norm(query), module.k_norm(key)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    query, key = small_kernels.rotate(query, key, *position_embeddings, compiled=compiled)
+    query, key = _turned(query, key, *position_embeddings, compiled=compiled)
     if past_key_values is not None:
         key, value = past_key_values.update(key, value, module.layer_idx)
     if hasattr(module, "sliding_window"):
@@ -133,6 +133,16 @@ def _attend(
     dropout = module.attention_dropout if module.training else 0.0
     out, weights = attend(module, query, key, value, attention_mask, dropout=dropout, scaling=module.scaling, **kwargs)
     return module.o_proj(out.reshape(*shape, -1).contiguous()), weights
+
+
+def _turned(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, compiled: bool | None) -> tuple[Tensor, Tensor]:
+    alike = query.dtype == key.dtype == cos.dtype == sin.dtype
+    if compiled is None and alike and decode_kernels.takes_heads("rotary embedding", query):
+        given = (query.transpose(1, 2), key.transpose(1, 2), cos, sin)
+        found = decode_kernels.tried("rotary embedding", query, lambda: decode_kernels.rotate(*given))
+        if found is not None:
+            return found[0].transpose(1, 2), found[1].transpose(1, 2)
+    return small_kernels.rotate(query, key, cos, sin, compiled=compiled)
 
 
 def _attend_vision(
@@ -178,8 +188,11 @@ def _embed_patches(module: Stock, hidden_states: Tensor, *, compiled: bool | Non
 
 
 def _gated(module: Stock, x: Tensor, *, act: Callable[[Tensor], Tensor], compiled: bool | None = None) -> Tensor:
-    """A gated MLP."""
-    out: Tensor = module.down_proj(small_kernels.gate(module.gate_proj(x), module.up_proj(x), act, compiled=compiled))
+    """A gated MLP. What its last layer keeps for the gradient of its weight is made again from what the gate keeps."""
+    first, second = beside(x, module.gate_proj, module.up_proj)
+    gated = small_kernels.gate(first, second, act, compiled=compiled)
+    with made_again(gated, first, second, act, compiled=compiled):
+        out: Tensor = module.down_proj(gated)
     return out
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from realvr.backbone import decode_kernels
 from realvr.families import Stock
 
 Norm = Callable[[Stock, float, Tensor], Tensor]
@@ -63,6 +64,8 @@ def _scaled(norm: Stock, epsilon: float, x: Tensor) -> Tensor:
     weight = norm.weight
     if _unusual(x, weight):
         return type(norm).forward(norm, x)
+    if (found := _short(x, weight, epsilon, offset=False)) is not None:
+        return found
     return F.rms_norm(x, weight.shape, weight, epsilon)
 
 
@@ -71,11 +74,20 @@ def _offset(norm: Stock, epsilon: float, x: Tensor) -> Tensor:
     weight = norm.weight
     if _unusual(x, weight):
         return type(norm).forward(norm, x)
+    if (found := _short(x, weight, epsilon, offset=True)) is not None:
+        return found
     wide = torch.promote_types(x.dtype, torch.float32)
     y = F.rms_norm(x.to(wide, memory_format=torch.contiguous_format), weight.shape, None, epsilon)
     if torch.is_grad_enabled():
         return torch.addcmul(y, y, weight).to(x.dtype)
     return torch.addcmul(y, y, weight, out=torch.empty_like(y, dtype=x.dtype))  # the same, rounded as it is written
+
+
+def _short(x: Tensor, weight: Tensor, epsilon: float, offset: bool) -> Tensor | None:
+    """In a recorded step: the same by a kernel that is quick for few rows."""
+    if not decode_kernels.takes("norm", x) or weight.dim() != 1:
+        return None
+    return decode_kernels.tried("norm", x, lambda: decode_kernels.rms_norm(x, weight, epsilon, offset))
 
 
 def _unusual(x: Tensor, weight: Tensor) -> bool:

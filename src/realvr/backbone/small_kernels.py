@@ -35,10 +35,16 @@ class _Compiled:
         self._made: dict[tuple[object, ...], Function] = {}
         self._broken = False
 
+    @property
+    def usable(self) -> bool:
+        """Not where it could not be compiled, nor under a mode that wants to see every operation, such as a counter of
+        them."""
+        return not (self._broken or is_in_torch_dispatch_mode(include_infra_modes=False))
+
     def __call__(self, *args: Tensor) -> tuple[Tensor, ...] | None:
-        """The function's result, without a graph; None where it cannot be compiled here, with a notice at the first
-        time, and under a mode that wants to see every operation, such as a counter of them."""
-        if self._broken or is_in_torch_dispatch_mode(include_infra_modes=False):
+        """The function's result, without a graph; None where it is not `usable`, with a notice at the first time that
+        it cannot be compiled here."""
+        if not self.usable:
             return None
         args = tuple(x.data for x in args)  # no views: torch.compile would look at what they are views of
         try:
@@ -85,6 +91,11 @@ def recorded() -> Iterator[None]:
         yield
     finally:
         _recorded.reset(token)
+
+
+def in_recorded() -> bool:
+    """Whether this is such a step."""
+    return _recorded.get()
 
 
 def _wants(compiled: bool | None, x: Tensor) -> bool:
@@ -245,44 +256,50 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 def gate(x: Tensor, y: Tensor, act: Activation, compiled: bool | None = None) -> Tensor:
     """``act(x) * y``; ``act`` is ``F.silu`` or `gelu_tanh`."""
-    flat = x.is_contiguous() and y.is_contiguous() and x.shape == y.shape and x.dtype == y.dtype
-    if flat and act in _GATES and _wants(compiled, x):
-        if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad):
-            out = _Gate.apply(x, y, act)
-        else:
-            out = _gated(x, y, act)
-        if out is not None:
-            return out  # type: ignore[no-any-return]
-    return act(x) * y
+    fast = compiles_gate(x, y, act, compiled)
+    wanted = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
+    if wanted and (fast or (x.numel() >= FEW and _alike(x, y) and act in _GATES)):
+        found: Tensor = _Gate.apply(x, y, act, fast)
+        return found
+    return _gated(x, y, act, fast)
 
 
-def _gated(x: Tensor, y: Tensor, act: Activation) -> Tensor | None:
-    out = _GATES[act][0](x.view(-1), y.view(-1))
-    return None if out is None else out[0].view(x.shape)
+def compiles_gate(x: Tensor, y: Tensor, act: Activation, compiled: bool | None = None) -> bool:
+    """Whether `gate` runs compiled. Asked after a call: whether that one did."""
+    return act in _GATES and _alike(x, y) and _wants(compiled, x) and _GATES[act][0].usable
+
+
+def _alike(x: Tensor, y: Tensor) -> bool:
+    return x.is_contiguous() and y.is_contiguous() and x.shape == y.shape and x.dtype == y.dtype
+
+
+def _gated(x: Tensor, y: Tensor, act: Activation, compiled: bool) -> Tensor:
+    out = _GATES[act][0](x.view(-1), y.view(-1)) if compiled else None
+    return act(x) * y if out is None else out[0].view(x.shape)
 
 
 class _GateInputs(FunctionCtx):
     saved_tensors: tuple[Tensor, Tensor]
-    act: Activation
+    how: tuple[Activation, bool]
 
 
 class _Gate(torch.autograd.Function):
     """Keeps both inputs, not what the activation made of the first."""
 
     @staticmethod
-    def forward(ctx: _GateInputs, x: Tensor, y: Tensor, act: Activation) -> Tensor | None:
+    def forward(ctx: _GateInputs, x: Tensor, y: Tensor, act: Activation, compiled: bool) -> Tensor:
         ctx.save_for_backward(x, y)
-        ctx.act = act
-        return _gated(x, y, act)
+        ctx.how = act, compiled
+        return _gated(x, y, act, compiled)
 
     @staticmethod
     def backward(ctx: _GateInputs, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, y = ctx.saved_tensors
-        if not torch.is_grad_enabled():
-            found = _GATES[ctx.act][1](grad.contiguous().view(-1), x.view(-1), y.view(-1))
+        (x, y), (act, compiled) = ctx.saved_tensors, ctx.how
+        if compiled and not torch.is_grad_enabled():
+            found = _GATES[act][1](grad.contiguous().view(-1), x.view(-1), y.view(-1))
             if found is not None:
-                return found[0].view(x.shape), found[1].view(y.shape), None
-        return *_GRADIENTS[ctx.act](grad, x, y), None
+                return found[0].view(x.shape), found[1].view(y.shape), None, None
+        return *_GRADIENTS[act](grad, x, y), None, None
 
 
 def _silu_gate(x: Tensor, y: Tensor) -> tuple[Tensor]:
@@ -290,6 +307,9 @@ def _silu_gate(x: Tensor, y: Tensor) -> tuple[Tensor]:
 
 
 def _silu_gradient(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    if torch.is_grad_enabled():  # a gradient of the gradient is asked for, which that kernel does not have
+        sigmoid = x.sigmoid()
+        return grad * y * sigmoid * (1 + x * (1 - sigmoid)), grad * F.silu(x)
     return torch.ops.aten.silu_backward(grad * y, x), grad * F.silu(x)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ class Split:
     branches: int
     size: int
     real: Tensor | None = None
+    causal: ClassVar[bool] = True
+    """Whether the queries are the branches' own columns, one after the other."""
 
     @staticmethod
     def build(trunk: int, real: Tensor | None, branches: int, new: int, real_BT: Tensor | None) -> Split:
@@ -116,8 +118,16 @@ def attend_split(
     """Attention of (B, H, G * S, d) queries to keys and values of the trunk (B, H_kv, T, d) and of the branches
     (B, H_kv, G * S, d): the output (B, G * S, H, d), and the log-sum-exp (B, H, G * S) of each query's scores, outside
     the graph."""
-    out, lse = _SplitAttention.apply(query, *trunk, *own, split, scaling)
+    out, lse = merged(query, trunk, own, split, scaling)
     return out.transpose(1, 2).contiguous(), lse
+
+
+def merged(
+    query: Tensor, trunk: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], split: Split, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """The same with the output as the query lies, (B, H, G * S, d)."""
+    out, lse = _SplitAttention.apply(query, *trunk, *own, split, scaling)
+    return out, lse
 
 
 @torch.no_grad()
@@ -154,7 +164,7 @@ class _SplitAttention(torch.autograd.Function):
         split: Split,
         scaling: float,
     ) -> tuple[Tensor, Tensor]:
-        seen, inside = _TrunkPart(split, scaling), _Part(scaling, causal=True)
+        seen, inside = _TrunkPart(split, scaling), _Part(scaling, causal=split.causal)
         out_trunk, lse_trunk = seen.forward(query, trunk_key, trunk_value)
         out_own, lse_own = map(split.together, inside.forward(*map(split.apart, (query, key, value))))
         share = (lse_trunk - lse_own).sigmoid()[..., None]  # of the trunk
@@ -239,7 +249,7 @@ class _TrunkPart(_Part):
             return super().backward(grad, query, key, value, out, lse)
         of_query, of_key, of_value = self._backward_sequences(grad, query, key, value, out, lse)
         # What no query has read, no kernel need write.
-        return of_query, of_key.masked_fill(padding, 0), of_value.masked_fill(padding, 0)
+        return of_query, of_key.masked_fill_(padding, 0), of_value.masked_fill_(padding, 0)
 
     def _forward_sequences(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         rows, _, queries, _ = query.shape
@@ -267,9 +277,9 @@ def _unflat(x: Tensor, rows: int) -> Tensor:
 
 
 def _repeat(x: Tensor, query: Tensor) -> Tensor:
-    return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1)
+    return x if x.shape[1] == query.shape[1] else x.repeat_interleave(query.shape[1] // x.shape[1], dim=1)
 
 
 def _summed(grad: Tensor, x: Tensor) -> Tensor:
     """The gradient of repeated heads by the heads themselves."""
-    return grad.unflatten(1, (x.shape[1], -1)).sum(2)
+    return grad if grad.shape == x.shape else grad.unflatten(1, (x.shape[1], -1)).sum(2)

@@ -2,7 +2,8 @@
 
 A `StaticPass` takes the place of a :class:`realvr.backbone.attention.Pass` where one column per sequence is fed. Its
 buffers keep their shape and their address from step to step. Every index is a tensor on the device, so that the kernels
-of a step can be recorded once and replayed. Plain matrix products, on every device.
+of a step can be recorded once and replayed. Plain matrix products, on every device; where a step is recorded, a kernel
+of our own instead (`decode_kernels`).
 
 The trunk, which the G branches of a prompt share, and each branch's own columns are scored apart and normalised
 together. A branch never meets the columns of another, so there is no mask between them.
@@ -14,6 +15,8 @@ from functools import cache
 
 import torch
 from torch import Tensor
+
+from realvr.backbone import decode_kernels
 
 KeysValues = tuple[Tensor, Tensor]
 """Keys and values of one layer: (B, H_kv, T, d) of a trunk, (B, H_kv, G, S, d) of branches."""
@@ -47,6 +50,12 @@ class StaticPass:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
         """Attention output (B, N, H, d) of ``query`` (B, H, N, d); N is G, or 1 without branches."""
+        if decode_kernels.takes_heads("attention", query):
+            branches = None if self.branches is None else self.branches[layer]
+            given = (query, key, value, self.trunk[layer], branches, self.column, self._bias(window)[:, 0], scaling)
+            found = decode_kernels.tried("attention", query, lambda: decode_kernels.attend(*given))
+            if found is not None:
+                return found
         if self.branches is None:
             return self._on_trunk(layer, query, key, value, scaling, window)
         batch, heads, group, width = query.shape

@@ -39,7 +39,7 @@ class RecordedSpan:
     Trunks are rounded up to ``columns``; ``shapes`` bounds what is kept, the least recently used goes first. All shapes
     share one memory pool, so that one span at a time may wait for its backward pass: another one in between goes the
     plain way. The pool stays as large as the largest span needs, which is many times the keys and values of its prompts
-    (`recording_bytes`), until ``release``.
+    (`recording_bytes`; a few times with ``split``), until ``release``.
     """
 
     def __init__(
@@ -61,17 +61,21 @@ class RecordedSpan:
         latents: int,
         *,
         whole: bool = True,
+        split: bool = False,
         checkpointed: bool = False,
         interventions: Interventions | None = None,
     ) -> tuple[State, Tensor] | None:
         """`realvr.latent.span.think` with gradient; None where it has to be run in the plain way. Without ``whole`` the
-        state after the span is outside the graph, and only z has a gradient."""
+        state after the span is outside the graph, and only z has a gradient. ``split``: no step joins keys and values,
+        where `State.trunk` allows it."""
         if latents == 0 or not torch.is_grad_enabled():
             return None
         survey = graphs.Survey.of(self.backbone)
         reason = self._why_not(state, latents, checkpointed, interventions, survey)
         markers = marker_embeds(self.backbone, state)
-        recording = self._recording(state, markers, latents, whole, survey) if reason is None else None
+        trunk = state.trunk(span_tokens(latents)) if split else None
+        split = trunk is not None and trunk.takes(state.kv[0][0][0], None)
+        recording = self._recording(state, markers, latents, whole, split, survey) if reason is None else None
         if recording is None:
             self.counts["plain"] += 1
             if reason is not None:
@@ -162,22 +166,23 @@ class RecordedSpan:
         return self._record.held_bytes if isinstance(self._record, graphs.CudaGraphs) else None
 
     def _recording(
-        self, state: State, markers_B2D: Tensor, latents: int, whole: bool, survey: graphs.Survey
+        self, state: State, markers_B2D: Tensor, latents: int, whole: bool, split: bool, survey: graphs.Survey
     ) -> Recording | None:
         now = (*survey.fingerprint, survey.trained)
         if now != self._fingerprint:
             self._recordings, self._fingerprint = {}, now
         columns = bucket(state.length, self.columns)
         asked = tuple(any(x.requires_grad for x in parts) for parts in by_tensor(state))
-        key = (state.rows, columns, latents, whole, markers_B2D.requires_grad, asked, state.kv[0][0][0].dtype)
+        how = (whole, split, markers_B2D.requires_grad, asked, state.kv[0][0][0].dtype)
+        key = (state.rows, columns, latents, *how)
         found = self._recordings.pop(key, None)
         if found is None:
             while len(self._recordings) >= self.shapes:
                 self._drop()
-            if (reason := self._no_room(state, columns, latents)) is not None:
+            if (reason := self._no_room(state, columns, latents, split)) is not None:
                 self._say(reason)
                 return None
-            found = self._recorded(state, markers_B2D, latents, columns, whole)
+            found = self._recorded(state, markers_B2D, latents, columns, whole, split)
         if found is not None:
             self._recordings[key] = found  # the newest last
         return found
@@ -186,9 +191,9 @@ class RecordedSpan:
         del self._recordings[next(iter(self._recordings))]
         self.counts["dropped"] += 1
 
-    def _no_room(self, state: State, columns: int, latents: int) -> str | None:
+    def _no_room(self, state: State, columns: int, latents: int, split: bool) -> str | None:
         """Why this shape cannot be recorded; where memory is short, other shapes make room."""
-        device, (static, pool) = state.next_B.device, recording_bytes(state, columns, latents)
+        device, (static, pool) = state.next_B.device, recording_bytes(state, columns, latents, split)
 
         def short() -> tuple[int, int] | None:
             needed = static + max(pool - (self._pool_bytes or 0), 0)
@@ -205,10 +210,12 @@ class RecordedSpan:
         needed, free = found
         return f"it would need {needed / 2**30:.1f} GiB, and {max(free, 0) / 2**30:.1f} GiB are free"
 
-    def _recorded(self, state: State, markers_B2D: Tensor, latents: int, columns: int, whole: bool) -> Recording | None:
+    def _recorded(
+        self, state: State, markers_B2D: Tensor, latents: int, columns: int, whole: bool, split: bool
+    ) -> Recording | None:
         try:
             self._record = self._record or graphs.CudaGraphs(self.backbone.device)
-            recording = Recording(self.backbone, state, markers_B2D, latents, columns, whole)
+            recording = Recording(self.backbone, state, markers_B2D, latents, columns, whole, split)
             recording.record(self._record)
         except RuntimeError as error:  # a device or a kernel that cannot be recorded, or no memory for it
             lines = str(error).strip().splitlines()

@@ -12,8 +12,7 @@ pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,8 +25,10 @@ from realvr.backbone.attention import Columns, Matrix, Pass, Probe
 from realvr.backbone.backbone import Backbone, VisualTokens
 from realvr.backbone.batch import Batch
 from realvr.backbone.packed_attention import Packed
+from realvr.backbone.span_attention import Trunk
 from realvr.backbone.split_attention import Split
 from realvr.errors import UserError
+from realvr.latent.layer_checkpoints import layers_checkpointed
 from realvr.latent.state import State, join_columns
 from realvr.latent.steps import check_steps
 
@@ -57,6 +58,7 @@ def decoder_pass(
     matrix: Matrix | None = None,
     packed: Packed | None = None,
     branches: int = 0,
+    trunk: Trunk | None = None,
     checkpointed: bool = False,
     join: bool = False,
 ) -> tuple[State, Tensor]:
@@ -69,7 +71,8 @@ def decoder_pass(
     default it is the position. ``packed`` says where the examples of packed rows lie; they are then attended one by one
     where that is the same as the mask (see :class:`realvr.backbone.attention.Pass`). ``branches`` says that the new
     columns are as many runs of one size behind the state (1: they continue it), with padding at their ends only; trunk
-    and branches are then attended one by one, where that is the same as the mask.
+    and branches are then attended one by one, where that is the same as the mask. ``trunk`` says that they are a step
+    of a span behind the state's first piece of keys and values, to which they then attend without a joined copy.
     """
     if state is not None and state.columns.segment is not None and segment_BT is None:
         raise ValueError(
@@ -89,8 +92,8 @@ def decoder_pass(
     split = None
     if branches and state is not None and image_BT is None and state.one_trunk:
         split = Split.build(state.length, state.columns.real, branches, new, real_BT)
-    carried = Pass(past, columns, tuple(probes), matrix, device, packed, join, split)
-    with _layers_checkpointed(backbone, checkpointed):
+    carried = Pass(past, columns, tuple(probes), matrix, device, packed, join, split, trunk)
+    with layers_checkpointed(backbone, checkpointed):
         hidden = backbone.decode(embeds_BTD, positions, carried, image_BT, deepstack)
     if next_B is None:
         flat = positions if positions.ndim == 2 else positions.amax(0)
@@ -126,39 +129,6 @@ def _last(hidden_BTD: Tensor, real_BT: Tensor | None, state: State | None) -> Te
     last_B = torch.where(real_BT, column, -1).amax(-1)
     picked = hidden_BTD.gather(1, last_B.clamp(min=0)[:, None, None].expand(-1, 1, hidden_BTD.shape[2]))[:, 0]
     return picked if state is None else torch.where((last_B >= 0)[:, None], picked, state.last_BD)
-
-
-@contextmanager
-def _layers_checkpointed(backbone: Backbone, wanted: bool) -> Iterator[None]:
-    """Run the decoder layers under HF gradient checkpointing if ``wanted``; refuse a model that does so unasked."""
-    layers: list[Any] = list(backbone.decoder.layers)
-    active = any(layer.gradient_checkpointing and layer.training for layer in layers)
-    if not torch.is_grad_enabled() or not (active or wanted):
-        # Without a graph there is nothing to checkpoint; HF's own switch must not drop anything either way.
-        yield
-        return
-    if not wanted:
-        raise UserError(
-            "gradient checkpointing is enabled on the model, but this pass asked for cached memory: transformers drops "
-            "its key/value cache there with only a warning. Call model.gradient_checkpointing_disable() and choose "
-            "memory='checkpointed-prefill' or memory='checkpointed' instead; both are exact"
-        )
-    switches: list[Any] = [m for m in backbone.decoder.modules() if hasattr(m, "gradient_checkpointing")]
-    # Also where the model has it on already: its own function may be the reentrant one, which runs a layer outside the
-    # graph, so that the keys and values kept from it would carry no gradient.
-    before = [(m, m.gradient_checkpointing, m.training, vars(m).get("_gradient_checkpointing_func")) for m in switches]
-    backbone.decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    # That also hangs a hook on the embedding, one more with every call, which only the reentrant kind needs.
-    backbone.decoder.disable_input_require_grads()
-    for layer in layers:
-        layer.training = True  # the layer's own switch only: its submodules (dropout) keep their mode
-    try:
-        yield
-    finally:
-        for module, flag, training, function in before:
-            module.gradient_checkpointing, module.training = flag, training
-            if function is not None:
-                module._gradient_checkpointing_func = function
 
 
 def prefill(
@@ -238,11 +208,14 @@ def think(
     interventions: Interventions | None = None,
     checkpointed: bool = False,
     markers_B2D: Tensor | None = None,
+    trunk: Trunk | None = None,
 ) -> tuple[State, Tensor]:
     """The latent span: markers and K free-running latents. Returns the state after ``<|lvr_end|>`` and z (B, K, D).
 
     ``interventions`` replace z_t by a given vector, from which the recurrence goes on; z then holds what was fed.
     Gradients flow through the whole recurrence and the prompt's keys and values. ``markers_B2D``: `marker_embeds`.
+    ``trunk`` (`State.trunk`): with a graph, steps attend to the state and to the span by themselves, so that no step
+    keeps a joined copy of keys and values. The state after them has those of the trunk apart.
     """
     count = backbone.latents if latents is None else latents
     if count < 0:
@@ -252,6 +225,8 @@ def think(
         return state, state.last_BD.new_zeros(state.rows, 0, state.last_BD.shape[-1])
     # Attention keeps the joined keys and values of every step, unless it is recomputed.
     passes: dict[str, Any] = {"checkpointed": checkpointed, "join": not checkpointed}
+    if trunk is not None and torch.is_grad_enabled():
+        state, passes["trunk"] = state.in_one_piece(), trunk
     start, end = (marker_embeds(backbone, state) if markers_B2D is None else markers_B2D).split(1, dim=1)
     state, _ = extend(backbone, state, embeds_BSD=start, **passes)
     first = state.length

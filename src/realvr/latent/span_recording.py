@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from realvr.backbone.attention import Columns
 from realvr.backbone.backbone import Backbone
+from realvr.backbone.span_attention import Trunk
 from realvr.latent import graphs
 from realvr.latent.span import span_tokens, think
 from realvr.latent.state import State
@@ -40,29 +41,41 @@ def by_tensor(state: State) -> Iterator[tuple[Tensor, ...]]:
         yield from zip(*pieces, strict=True)
 
 
-def recording_bytes(like: State, columns: int, latents: int) -> tuple[int, int]:
-    """Bytes that the span behind a state takes once it is recorded, with a trunk of so many columns: of static tensors,
-    and of the memory pool. In there every pass keeps the joined keys and values, for the backward graph; beside them
-    are the trunk's gradients, twice while they are added up. Activations are small against that."""
+def recording_bytes(like: State, columns: int, latents: int, split: bool = False) -> tuple[int, int]:
+    """Bytes that the span behind a state takes once it is recorded, with a trunk of so many columns (`span_bytes`)."""
     column = sum(x[:, :, :1].numel() * x.element_size() for pieces in like.kv for x in pieces[0])
+    return span_bytes(column, columns, latents, split)
+
+
+def span_bytes(column: int, columns: int, latents: int, split: bool = False) -> tuple[int, int]:
+    """Of a recorded span, from the bytes of one column in all layers and rows: of static tensors, and of the memory
+    pool. In there every pass keeps the joined keys and values, or those of the span alone (``split``), for the backward
+    graph; beside them are the trunk's gradients, twice while they are added up. Activations, small against joined keys
+    and values, are not counted. The estimate of memory asks here too."""
     passes = latents + 1
-    return column * columns, column * ((passes + 2) * columns + passes * span_tokens(latents))
+    joined = 0 if split else passes
+    return column * columns, column * ((joined + 2) * columns + passes * span_tokens(latents))
 
 
 class Recording:
     """The static tensors of one shape, and the two graphs."""
 
     def __init__(
-        self, backbone: Backbone, like: State, markers_B2D: Tensor, latents: int, columns: int, whole: bool
+        self,
+        backbone: Backbone,
+        like: State,
+        markers_B2D: Tensor,
+        latents: int,
+        columns: int,
+        whole: bool,
+        split: bool = False,
     ) -> None:
         rows, device = like.rows, like.next_B.device
-        self.bytes, self.pool_bytes = recording_bytes(like, columns, latents)
-        self.backbone, self.latents, self.whole = backbone, latents, whole
+        self.bytes, self.pool_bytes = recording_bytes(like, columns, latents, split)
+        self.backbone, self.latents, self.whole, self.split = backbone, latents, whole, split
         # Leaves. What is loaded later takes their place, so that everything here is as if it had been recorded with it.
         self.kv = [
-            parts[0]
-            .new_zeros(rows, parts[0].shape[1], columns, parts[0].shape[3])
-            .requires_grad_(any(x.requires_grad for x in parts))
+            _static(parts[0], columns, split).requires_grad_(any(x.requires_grad for x in parts))
             for parts in by_tensor(like)
         ]
         self.markers_B2D = torch.zeros_like(markers_B2D).requires_grad_(markers_B2D.requires_grad)
@@ -160,8 +173,10 @@ class Recording:
             image_BT=self.visible_BT,
         )
         with torch.enable_grad():
-            after, z_BKD = think(self.backbone, state, self.latents, markers_B2D=self.markers_B2D)
-            own = [x[:, :, columns:] for pieces in after.kv for x in pieces[0]]
+            # Made here: what it finds out of the visible columns is recorded too.
+            trunk = Trunk(columns, span_tokens(self.latents), self.visible_BT) if self.split else None
+            after, z_BKD = think(self.backbone, state, self.latents, markers_B2D=self.markers_B2D, trunk=trunk)
+            own = [x if len(pieces) > 1 else x[:, :, columns:] for pieces in after.kv for x in pieces[-1]]
         return [z_BKD, after.last_BD, *own]
 
     def forward(self) -> list[Tensor]:
@@ -177,6 +192,15 @@ class Recording:
         self._backward()
         copies = iter(_copies([x for x in self.grads_out if x is not None]))
         return [None if x is None else next(copies) for x in self.grads_out]
+
+
+def _static(like: Tensor, columns: int, split: bool) -> Tensor:
+    """For keys or values (B, H, columns, d). Kernels for sequences of their own lengths, which the split may use, take
+    columns before heads without a copy."""
+    rows, heads, _, width = like.shape
+    if split:
+        return like.new_zeros(rows, columns, heads, width).transpose(1, 2)
+    return like.new_zeros(rows, heads, columns, width)
 
 
 def _check(replay: graphs.Replay, results: Sequence[Tensor]) -> None:

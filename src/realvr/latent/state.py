@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from realvr.backbone.attention import Columns, Segments
+from realvr.backbone.attention import Columns, Segments, joined
+from realvr.backbone.span_attention import Trunk
 
 # real, segment (the trunk), block (no image), window_position (both sides give it), image_visibility (sees, is seen)
 _NEUTRAL: tuple[bool | int, ...] = (True, -1, -1, 0, 0)
@@ -56,6 +57,15 @@ class State:
     def one_trunk(self) -> bool:
         """Whether all columns but leading padding are visible to whatever comes next."""
         return self.columns.segment is None and (self.columns.real is None or self.left_padded)
+
+    def trunk(self, span: int) -> Trunk | None:
+        """This state, as what the steps of a span of so many columns stand behind; None where padding lies between real
+        columns."""
+        return Trunk(self.length, span, self.columns.real) if self.one_trunk else None
+
+    def in_one_piece(self) -> State:
+        """With the keys and values of each layer in one piece."""
+        return replace(self, kv=[(joined(pieces),) for pieces in self.kv])
 
     def fork(self) -> State:
         """A second state over the same past."""

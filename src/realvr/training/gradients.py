@@ -60,7 +60,8 @@ class _Sum:
 
 
 class _Contributions:
-    """What the passes of a graph give to the gradient of one weight and its bias."""
+    """What the passes of a graph give to the gradient of one weight and its bias. Inputs are kept without their place
+    in the graph, which refers to this: a reference cycle through it would never be freed."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, deferral: Deferral) -> None:
         self.weight, self.bias, self.deferral = weight, bias, deferral
@@ -75,7 +76,7 @@ class _Contributions:
         if len(x_ND) > FEW_ROWS:
             self._multiply(found, x_ND, grad_NE)
             return
-        found.kept.append((_own(x_ND), _own(grad_NE)))
+        found.kept.append((_own(x_ND.detach()), _own(grad_NE.detach())))
         found.rows += len(x_ND)
         if found.rows > MOST_ROWS:
             self._multiply_kept(found)
@@ -150,7 +151,7 @@ class _Collect(torch.autograd.Function):
 
 class _Shared:
     """The two, and where passes report. Every pass keeps it alive; the layer itself does not: it ends with the graph.
-    `_Contributions` must not refer to it, nor to the tensors: a circle through the graph would never be freed."""
+    `_Contributions` must not refer to it, nor to the tensors: such a reference cycle would never be freed."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, deferral: Deferral) -> None:
         self.contributions = _Contributions(weight, bias, deferral)
@@ -172,8 +173,8 @@ class _Apart:
         self.pairs: list[tuple[Tensor, Tensor]] = []
 
     def add(self, x_ND: Tensor, grad_NE: Tensor) -> None:
-        """One pass through the layer."""
-        self.pairs.append((x_ND, grad_NE))
+        """One pass through the layer; without its place in the graph, as in `_Contributions`."""
+        self.pairs.append((x_ND.detach(), grad_NE.detach()))
 
 
 class _ProductNode(FunctionCtx):

@@ -92,8 +92,9 @@ class RolloutConfig(MethodConfig):
     """What is recomputed in the backward pass: nothing, the prompt's layers, or the latent steps' too. All exact."""
     split_attention: bool = False
     """Attend to the prompt and inside each completion by itself instead of through a mask over the prompt and all
-    completions: the same numbers up to rounding, with less work. On a GPU in 16 bits only; layers with a sliding window
-    shorter than prompt and completion keep the mask."""
+    completions: the same numbers up to rounding, with less work. Latent steps with gradient attend to the prompt as it
+    lies: none keeps a copy of its keys and values. On a GPU in 16 bits only; completions in layers with a sliding
+    window shorter than prompt and completion keep the mask."""
 
     @model_validator(mode="after")
     def _learns_something(self) -> RolloutConfig:

@@ -1,6 +1,7 @@
 """Bytes that autograd keeps of a pass through the decoder, and what else is alive in each phase of a step.
 
-Derived from the stock layers: which tensors each operation saves for its backward pass. Nothing here is fitted.
+Derived from the stock layers: which tensors each operation saves for its backward pass. Of fused layers only the gates
+are counted apart, their norms as stock ones. Nothing here is fitted.
 Letters: t tokens of all rows, D width, F width of the MLP, b bytes of a number.
 """
 
@@ -10,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from realvr.backbone import small_kernels
 from realvr.training.estimate.shape import Decoder
 
 Memory = Literal["cached", "checkpointed-prefill", "checkpointed"]
@@ -56,6 +58,10 @@ class Workload:
     """Tokens of a completion that static buffers have room for (``fast_decode``); 0: there are none."""
     released: bool = False
     """Whether they are dropped before training goes on (``release_decode``)."""
+    recorded: bool = False
+    """Whether latents are regenerated as CUDA graphs where they can be (setting ``recorded_span``)."""
+    split: bool = False
+    """Whether latent steps attend to the prompt as it lies (setting ``split_attention``)."""
 
     @property
     def prompts(self) -> int:
@@ -71,6 +77,11 @@ class Workload:
     def span(self) -> int:
         """Columns of the latent span."""
         return self.latents + 2 if self.latents else 0
+
+    @property
+    def recorded_span(self) -> bool:
+        """Whether they are: with gradient, and not recomputed in the backward pass."""
+        return self.recorded and self.evidence and self.latents > 0 and self.memory != "checkpointed"
 
 
 @dataclass(frozen=True)
@@ -88,8 +99,21 @@ class Phase:
     """Whether no pass but latent steps has gone backward: deferred gradients are not multiplied out yet."""
 
 
-def token_bytes(d: Decoder, adapters: bool) -> int:
-    """Saved per token in one layer, keys and values of the token included."""
+def large_gate(d: Decoder, tokens: int) -> bool:
+    """Whether the gate of a pass over so many tokens keeps nothing but its inputs."""
+    return d.fused_gates and tokens * d.ffn >= small_kernels.FEW
+
+
+def product_bytes(d: Decoder, adapters: bool, tokens: int, recomputed: bool) -> int:
+    """What the last layer of a dense MLP keeps of a token: its input, the output of the gate. Adapters keep a copy in
+    32 bits, which is the input itself where the model has these. Behind a large gate the input is made again, but in a
+    layer that is recomputed (``backbone.gate_memory``)."""
+    again = large_gate(d, tokens) and not recomputed and (not adapters or d.itemsize == 4)
+    return 0 if again else d.ffn * (4 if adapters else d.itemsize)
+
+
+def token_bytes(d: Decoder, adapters: bool, tokens: int, recomputed: bool) -> int:
+    """Saved per token in one layer, keys and values of the token included, in a pass over ``tokens`` of all rows."""
     b, narrow = d.itemsize, d.itemsize < 4
     wide = 4 if narrow else b
     scaled = wide if d.wide_norms else b
@@ -109,16 +133,20 @@ def token_bytes(d: Decoder, adapters: bool) -> int:
         inputs += b * d.width * adapters
         # Gathered input, both halves, their product's factors, output before its weight; indices and router.
         mlp = k * (b * (trained * d.width + 2 * e + e + trained * e + d.width) + 26) + 4 * d.experts
-    elif adapters:
-        mlp = 3 * b * d.ffn + 4 * (2 * d.width + d.ffn)
     else:
-        mlp = 4 * b * d.ffn
+        # Both inputs of the gate and, if it is not large, the activated one; two inputs of adapters.
+        mlp = (2 if large_gate(d, tokens) else 3) * b * d.ffn + product_bytes(d, adapters, tokens, recomputed)
+        mlp += 8 * d.width * adapters
     return norms + attention + inputs + mlp
 
 
-def layer_bytes(d: Decoder, rows: int, new: int, past: int, masked: bool, adapters: bool) -> int:
-    """Saved by one layer in a pass over ``new`` columns of each row behind ``past`` ones."""
-    b, length, total = d.itemsize, past + new, rows * new * token_bytes(d, adapters)
+def layer_bytes(
+    d: Decoder, rows: int, new: int, past: int, masked: bool, adapters: bool, recomputed: bool = False
+) -> int:
+    """Saved by one layer in a pass over ``new`` columns of each row behind ``past`` ones. ``recomputed``: of a
+    checkpointed layer, while it runs again."""
+    b, length, tokens = d.itemsize, past + new, rows * new
+    total = tokens * token_bytes(d, adapters, tokens, recomputed)
     grouped = d.heads > d.kv_heads
     repeated = masked and new > FOLD_ROWS and grouped
     if past or repeated:
@@ -156,11 +184,14 @@ def pass_bytes(
     return layers * layer_bytes(d, rows, new, past, masked, adapters) + ends
 
 
-def backward_bytes(d: Decoder, tokens: int, adapters: bool) -> int:
-    """Gradients of activations that are alive while one layer goes backward."""
-    k = max(d.experts_per_token, 1)
-    wide = (4 if adapters else 0) * d.ffn * k
-    return tokens * (d.itemsize * (d.ffn * k + 2 * d.width) + wide)
+def backward_bytes(d: Decoder, tokens: int, adapters: bool, recomputed: bool) -> int:
+    """Gradients of activations that are alive while one layer goes backward: when the last layer of the MLP does, or
+    later a large gate, whose output and inputs all have one when the input of that layer is gone."""
+    b, k = d.itemsize, max(d.experts_per_token, 1)
+    mlp = (b + (4 if adapters else 0)) * d.ffn * k
+    if large_gate(d, tokens):
+        mlp = max(mlp, 3 * b * d.ffn - product_bytes(d, adapters, tokens, recomputed))
+    return tokens * (mlp + 2 * b * d.width)
 
 
 def vision_bytes(d: Decoder, visual: int) -> int:
@@ -190,8 +221,8 @@ def _packed(d: Decoder, w: Workload, adapters: bool) -> list[Phase]:
     """Stage 1: one pass over packed rows."""
     recomputed = w.memory != "cached"
     kept = pass_bytes(d, w.rows, w.tokens, 0, True, adapters, recomputed)
-    layer = layer_bytes(d, w.rows, w.tokens, 0, True, adapters)
-    backward = backward_bytes(d, w.rows * w.tokens, adapters)
+    layer = layer_bytes(d, w.rows, w.tokens, 0, True, adapters, recomputed)
+    backward = backward_bytes(d, w.rows * w.tokens, adapters, recomputed)
     logits = LOGIT_BYTES * d.vocab * chunk_rows(d, w.rows * w.labelled)
     return [
         Phase("vision", vision_bytes(d, w.rows * w.visual)),
@@ -199,6 +230,17 @@ def _packed(d: Decoder, w: Workload, adapters: bool) -> list[Phase]:
         Phase("last layer, backward", kept + (layer if recomputed else 0) + backward, "head"),
         Phase("first layer, backward", kept // d.layers * recomputed + layer + backward, "but a table"),
     ]
+
+
+def latent_steps(d: Decoder, w: Workload, adapters: bool) -> tuple[int, int]:
+    """Kept by the marker and all latents but the last, and by the last one with its marker. Split steps join nothing
+    but the columns of the span, and need no mask."""
+    again, trunk = w.memory == "checkpointed", 0 if w.split else w.tokens
+
+    def saved(new: int, past: int, masked: bool) -> int:
+        return pass_bytes(d, w.rows, new, trunk + past, masked and not w.split, adapters, again)
+
+    return sum(saved(1, t, w.padded) for t in range(w.latents)), saved(2, w.latents, True)
 
 
 def _free_running(d: Decoder, w: Workload, adapters: bool) -> list[Phase]:
@@ -210,8 +252,8 @@ def _free_running(d: Decoder, w: Workload, adapters: bool) -> list[Phase]:
         return pass_bytes(d, w.rows, new, past, masked, adapters, again, keys_only)
 
     def layer(new: int, past: int, masked: bool, again: bool) -> int:
-        whole = layer_bytes(d, w.rows, new, past, masked, adapters) if again else 0
-        return whole + backward_bytes(d, w.rows * new, adapters)
+        whole = layer_bytes(d, w.rows, new, past, masked, adapters, recomputed=True) if again else 0
+        return whole + backward_bytes(d, w.rows * new, adapters, again)
 
     prompt = saved(w.tokens, 0, w.padded, recomputed, keys_only=True)
     span = saved(w.span, w.tokens, True, recomputed) if w.latents and replay else 0
@@ -227,19 +269,17 @@ def _free_running(d: Decoder, w: Workload, adapters: bool) -> list[Phase]:
         Phase("output layer, forward", ahead + logits),
     ]
     if free:
-        # The marker and all latents but the last: what follows is only read, without gradient.
-        steps = sum(saved(1, w.tokens + t, w.padded, steps_recomputed) for t in range(w.latents))
         reading = layer_bytes(d, w.rows, w.readout, columns, True, adapters)
-        # After one step has gone backward every layer has a gradient, and the other steps are still there.
-        one = layer(1, columns, w.padded, steps_recomputed)
+        steps = end = one = 0
+        if not w.recorded_span:  # of which the graphs hold everything (``peak.recorded_bytes``)
+            # What follows all latents but the last is only read, without gradient.
+            steps, end = latent_steps(d, w, adapters)
+            # After one step has gone backward every layer has a gradient, and the other steps are still there.
+            one = layer(1, w.span if w.split else columns, w.padded and not w.split, steps_recomputed)
+        backward = before + steps * (w.latents - 1) // w.latents + one
         found += [
-            Phase("readout", ahead + steps + saved(2, w.tokens + w.latents, True, steps_recomputed) + reading),
-            Phase(
-                "latent steps, backward",
-                before + steps * (w.latents - 1) // w.latents + one,
-                "but a table",
-                steps_only=True,
-            ),
+            Phase("readout", ahead + steps + end + reading),
+            Phase("latent steps, backward", backward, "but a table", steps_only=True),
         ]
     found += [
         Phase("output layer, backward", before + logits, "all" if free else "head", steps_only=free),

@@ -37,6 +37,9 @@ def workload_of(settings: TrainSettings, engine: Engine, microbatch: object, mic
             together=config.rollout_batch,
             static=config.max_new if is_static(config.fast_decode, engine.device.type, **how) else 0,
             released=config.release_decode,
+            # On a GPU there is no flash attention in 32 bits.
+            split=config.split_attention and (engine.device.type == "cpu" or b.visual.features_ND.element_size() < 4),
+            recorded=getattr(config, "recorded_span", False) and engine.device.type == "cuda" and not engine.shards,
         )
     if isinstance(microbatch, SftBatch):
         rows, tokens = microbatch.ids_RT.shape

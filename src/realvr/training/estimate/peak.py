@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from realvr.latent.modes import COLUMNS, bucket
+from realvr.latent.span_recording import span_bytes
 from realvr.training import gradients
-from realvr.training.estimate.activations import Gradients, Phase, Workload, phases
+from realvr.training.estimate.activations import Gradients, Phase, Workload, latent_steps, phases
 from realvr.training.estimate.rollout import buffer_bytes, cache_bytes, rollout_bytes, rollout_group
 from realvr.training.estimate.shape import Decoder, Weight
 from realvr.training.optimizer import LOT
@@ -185,7 +187,18 @@ def estimate(
     if not work.released:  # what rollouts leave behind is there in training too
         moments = {name: parts | buffer_bytes(decoder, work) for name, parts in moments.items()}
     moments["rollout"] = {**still, **rollout_bytes(decoder, work)}
+    if work.recorded_span:  # held from the first step on
+        span = recorded_bytes(decoder, work, adapters)
+        moments = {name: parts | {"recorded span": span} for name, parts in moments.items()}
     return Estimate(held, moments, gathers, together, cache_bytes(decoder, work))
+
+
+def recorded_bytes(decoder: Decoder, work: Workload, adapters: bool) -> int:
+    """Static tensors and memory pool of the recorded span of one shape; a prompt of another length may have its own
+    static tensors, in the same pool. Where steps join nothing, their activations count beside them."""
+    column = work.rows * 2 * decoder.key * decoder.itemsize * decoder.layers
+    found = sum(span_bytes(column, bucket(work.tokens, COLUMNS), work.latents, work.split))
+    return found + (sum(latent_steps(decoder, work, adapters)) if work.split else 0)
 
 
 def _head(decoder: Decoder, weight: Weight) -> bool:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from torch import nn
 
+from realvr.backbone.fused_layers import is_fused
 from realvr.families import Stock
 
 VISION = ("visual", "vision_tower", "multi_modal_projector")
@@ -66,6 +67,8 @@ class Decoder:
     """Norms of a layer over the whole width: two, or four (Gemma 3)."""
     wide_norms: bool = False
     """Norms that scale in 32 bits (Gemma 3)."""
+    fused_gates: bool = False
+    """Dense MLPs that make the output of their gate again (``backbone.gate_memory``)."""
     itemsize: int = 2
     deepstack: int = 0
     vision_width: int = 0
@@ -108,6 +111,7 @@ def decoder_of(model: Stock) -> Decoder:
         head_norms=any("q_norm" in name for name in names),
         norms=len(norms),
         wide_norms="Gemma" in type(norms[0]).__name__,
+        fused_gates=is_fused(layer.mlp),
         itemsize=model.get_input_embeddings().weight.element_size(),
         deepstack=len(getattr(vision, "deepstack_visual_indexes", ()) or ()),
         vision_width=int(vision.hidden_size),

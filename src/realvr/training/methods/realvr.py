@@ -176,7 +176,7 @@ class ReaLVR(_Evidence):
         after, z_BKD = replayed, states_BKD
         if c.on_policy:
             passes: dict[str, Any] = {"memory": c.memory, "recorded": self.recorded, "whole": not c.detach}
-            after, z_BKD = regenerate(backbone, prompt, b.latents_BKD.shape[1], **passes)
+            after, z_BKD = regenerate(backbone, prompt, b.latents_BKD.shape[1], split=c.split_attention, **passes)
         options = {"checkpointed": c.memory == "checkpointed", "split": c.split_attention}
         r_BYK = readouts(backbone, after, b, gradient=not c.detach, **options)
         gamma_BK = slot_credit(r_BYK, b.wrong_BY, c)

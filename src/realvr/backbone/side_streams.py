@@ -1,0 +1,43 @@
+"""Independent products run concurrently: each has a stream of its own while a step is recorded.
+
+Keys and values have few heads, so that their projections fill a part of the GPU and take about as long as that of the
+queries. In a CUDA graph they become branches that run at the same time. Of two large products, one begins while the
+other ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from realvr.backbone import small_kernels
+
+Call = Callable[[Tensor], Tensor]
+
+
+def beside(x: Tensor, *calls: Call) -> list[Tensor]:
+    """Each call of ``x``. Memory is safe: work on a side stream begins after all that was given to the
+    caller's stream before, and the caller's stream waits for it here."""
+    if not (x.is_cuda and small_kernels.in_recorded()) or torch.is_grad_enabled():
+        return [call(x) for call in calls]
+    here = torch.cuda.current_stream(x.device)
+    sides = [_stream(x.device, number) for number in range(len(calls) - 1)]
+    found = []
+    try:
+        for side, call in zip(sides, calls[1:], strict=True):
+            side.wait_stream(here)
+            with torch.cuda.stream(side):
+                found.append(call(x))
+        found.insert(0, calls[0](x))
+    finally:  # also after an error: ``x`` may be freed then, and a recording ends
+        for side in sides:
+            here.wait_stream(side)
+    return found
+
+
+@cache
+def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -1,0 +1,120 @@
+"""Our Triton kernels on the CPU: run by Triton's interpreter against the definitions, and compiled for GPUs. What they
+compute on a GPU, in 16 bits too, is looked at by `scripts/device_parity.py`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from realvr.backbone import decode_kernels, small_kernels
+from realvr.backbone.side_streams import beside
+
+CASES = Path(__file__).parents[1] / "kernel_cases.py"
+
+
+def cases(what: str, **variables: str) -> list[str]:
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", str(CASES), what],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **variables},
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.splitlines()
+
+
+def test_numbers() -> None:
+    found = [line.rsplit(" ", 1) for line in cases("numbers", TRITON_INTERPRET="1")]
+    assert [name for name, _ in found] == [
+        "branches",
+        "many pieces",
+        "several tiles of rows",
+        "one query a branch",
+        "latent step",
+        "latent step in the last column",
+        "small pieces",
+        "few pieces",
+        "rotary, queries",
+        "rotary, keys",
+        "rotary of one column, queries",
+        "rotary of one column, keys",
+        "norm, offset False",
+        "norm, offset True",
+        "norm of every other number, offset False",
+        "norm of every other number, offset True",
+        "not finite",
+    ]
+    assert all(float(error) < 2e-6 for _, error in found), found
+
+
+@pytest.mark.slow
+def test_they_compile_for_gpus(tmp_path: Path) -> None:
+    """Within what a multiprocessor has on the chip: 163 KiB of an A100, 227 of an H200."""
+    for line in cases("compile", TRITON_CACHE_DIR=str(tmp_path)):
+        _, arch, *_, shared = line.split()
+        assert int(shared) <= {"80": 163, "90": 227}[arch] * 2**10, line
+
+
+def test_where_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a recorded step on a GPU without gradient, in known types and widths; each condition by itself."""
+    monkeypatch.setattr(decode_kernels, "_broken", {})
+
+    def query(width: int = 64, **changes: Any) -> Any:
+        facts = {"is_cuda": True, "dtype": torch.bfloat16, "shape": (1, 2, 1, width), "device": "cuda:0"}
+        return SimpleNamespace(**facts | changes, element_size=lambda: 4 if "dtype" in changes else 2)
+
+    def taken(*given: Any) -> bool:
+        return decode_kernels.takes_heads("attention", query(*given))
+
+    with torch.no_grad():
+        assert not taken()
+        with small_kernels.recorded():
+            assert taken() and taken(256)
+            assert not taken(512) and not taken(96) and not taken(8)
+            assert decode_kernels.takes_heads("attention", query(128, dtype=torch.float32))
+            assert not decode_kernels.takes_heads("attention", query(256, dtype=torch.float32))
+            assert not decode_kernels.takes_heads("attention", query(dtype=torch.float64))
+            assert not decode_kernels.takes_heads("attention", query(is_cuda=False))
+            with torch.enable_grad():
+                assert not taken()
+            monkeypatch.setattr(decode_kernels, "_installed", lambda: False)
+            assert not taken() and decode_kernels.why_not() == "there is no Triton"
+
+
+def test_what_does_not_compile_is_left_out_with_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That kernel for that type and width; the others go on."""
+    monkeypatch.setattr(decode_kernels, "_broken", {})
+    x = torch.zeros(2, 64)
+
+    def fail(error: Exception) -> torch.Tensor:
+        raise error
+
+    with pytest.warns(UserWarning, match=r"decoding kernels: norm is not compiled .*no such instruction"):
+        assert decode_kernels.tried("norm", x, lambda: fail(ValueError("no such instruction"))) is None
+    assert "norm: ValueError: no such instruction" in str(decode_kernels.why_not())
+    broken = decode_kernels._broken
+    assert decode_kernels._kind("norm", x) in broken
+    assert not {decode_kernels._kind("norm", x[:, :32]), decode_kernels._kind("attention", x)} & broken.keys()
+    for error in (
+        torch.OutOfMemoryError("full"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),  # which may be another time
+        AssertionError("strides"),  # a bug of ours
+    ):
+        with pytest.raises(type(error)):
+            decode_kernels.tried("attention", x, lambda error=error: fail(error))
+    assert len(broken) == 1
+
+
+def test_beside_is_one_after_the_other_elsewhere() -> None:
+    x = torch.arange(3.0)
+    with torch.no_grad(), small_kernels.recorded():
+        found = beside(x, lambda x: x + 1, lambda x: x * 2)
+    assert [each.tolist() for each in found] == [[1, 2, 3], [0, 2, 4]]

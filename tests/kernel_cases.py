@@ -1,0 +1,158 @@
+"""Cases for `test_decode_kernels.py`, in a process of its own: Triton reads ``TRITON_INTERPRET`` when it is imported.
+
+TRITON_INTERPRET=1 python tests/kernel_cases.py numbers     (runs the kernels on the CPU)
+python tests/kernel_cases.py compile                        (compiles them for GPUs that need not be there)
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from realvr.backbone import decode_kernels
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(*shape)
+
+
+def attention(batch: int, kv_heads: int, share: int, group: int, length: int, size: int, width: int, at: int) -> float:
+    """Against softmax over all columns of a row at once, in float64; ``size`` 0: without branches."""
+    new = group if size else 1
+    trunk = [noise(batch, kv_heads, length, width) for _ in "kv"]
+    own = [noise(batch, kv_heads, group, size, width) for _ in "kv"] if size else None
+    visible = torch.rand(batch, length) > 0.3
+    if not size:
+        visible[:, at] = True
+    query = noise(batch, new, kv_heads * share, width).transpose(1, 2)
+    key, value = (noise(batch, new, kv_heads, width).transpose(1, 2) for _ in "kv")
+    bias = torch.zeros(batch, length).masked_fill(~visible, float("-inf"))
+    if size:
+        later = torch.arange(size) > at
+        bias = torch.cat([bias, torch.zeros(batch, size).masked_fill(later, float("-inf"))], dim=1)
+
+    into = [x.clone() for x in (own or trunk)]
+    for x, fresh in zip(into, (key, value), strict=True):
+        if size:
+            x[:, :, :, at] = fresh
+        else:
+            x[:, :, at] = fresh[:, :, 0]
+    wide = [x.double() for x in (trunk if size else into)]
+    right = torch.empty(batch, new, kv_heads * share, width, dtype=torch.float64)
+    for b in range(batch):
+        for n in range(new):
+            for head in range(kv_heads * share):
+                kv = head // share
+                keys, values = (x[b, kv][visible[b]] for x in wide)
+                if size:
+                    keys, values = (
+                        torch.cat([x, y[b, kv, n, : at + 1].double()])
+                        for x, y in zip((keys, values), into, strict=True)
+                    )
+                weights = (keys @ query[b, head, n].double() * width**-0.5).softmax(0)
+                right[b, n, head] = weights @ values
+
+    branches = None if own is None else (own[0], own[1])
+    column = torch.tensor([at])
+    out = decode_kernels.attend(query, key, value, (trunk[0], trunk[1]), branches, column, bias, width**-0.5)
+    for x, y in zip(own or trunk, into, strict=True):
+        assert torch.equal(x, y), "new keys and values are not where they belong, or others have changed"
+    return float((out - right).abs().max())
+
+
+def numbers() -> None:
+    """Prints ``name error`` lines."""
+    torch.manual_seed(0)
+    cases = {
+        "branches": (2, 2, 3, 4, 96, 16, 16, 5),
+        "many pieces": (1, 1, 7, 8, 300, 64, 32, 63),
+        "several tiles of rows": (1, 2, 7, 11, 130, 20, 16, 0),
+        "one query a branch": (3, 2, 1, 2, 70, 16, 64, 9),
+        "latent step": (2, 2, 4, 1, 200, 0, 16, 150),
+        "latent step in the last column": (1, 2, 8, 1, 129, 0, 32, 128),
+    }
+    for name, case in cases.items():
+        print(name, attention(*case))
+    decode_kernels.BLOCK, decode_kernels.PIECE = 16, 16
+    print("small pieces", attention(*cases["branches"]))
+    decode_kernels.PIECES = 4
+    print("few pieces", attention(*cases["many pieces"]))
+
+    swap = torch.zeros(32, 32)  # (x1, x2) -> (-x2, x1)
+    swap[16:, :16], swap[:16, 16:] = -torch.eye(16), torch.eye(16)
+    for name, batch, length in (("rotary", 2, 3), ("rotary of one column", 4, 1)):
+        query, key = noise(batch, length, 5, 32), noise(batch, length, 2, 32)
+        cos, sin = noise(1, length, 32), noise(batch, length, 64)[..., :32]
+        turned = decode_kernels.rotate(query, key, cos, sin)
+        for what, x, found in zip(("queries", "keys"), (query, key), turned, strict=True):
+            right = x * cos[:, :, None] + (x @ swap) * sin[:, :, None]
+            print(f"{name}, {what}", float((found - right).abs().max()))
+
+    weight = noise(48)
+    for name, x in (("norm", noise(3, 5, 48)[:, 1:4]), ("norm of every other number", noise(5, 96)[:, ::2])):
+        for offset in (False, True):
+            right = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (weight + offset)
+            found = decode_kernels.rms_norm(x, weight, 1e-6, offset)
+            print(f"{name}, offset {offset}", float((found - right).abs().max()))
+    print("not finite", float(not_finite()))
+
+
+def not_finite() -> bool:
+    """What is in the buffers where the new column goes is not read."""
+    trunk = [noise(1, 1, 20, 16) for _ in "kv"]
+    own = [noise(1, 1, 3, 8, 16) for _ in "kv"]
+    for x in own:
+        x[:, :, :, 4:] = float("inf")
+    query, (key, value) = noise(1, 2, 3, 16), (noise(1, 1, 3, 16) for _ in "kv")
+    bias = torch.zeros(1, 28)
+    bias[:, 25:] = float("-inf")
+    for x in own:
+        x[:, :, :, 5:] = 0
+    column = torch.tensor([4])
+    out = decode_kernels.attend(query, key, value, (trunk[0], trunk[1]), (own[0], own[1]), column, bias, 0.25)
+    return not bool(out.isfinite().all())
+
+
+def compile_all() -> None:
+    """For widths and types of the paper's backbones and of tiny models."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from realvr.backbone import triton_kernels as kernels
+
+    def made(kernel: object, types: dict[str, str], fixed: dict[str, object], arch: int, **options: object) -> int:
+        signature = types | dict.fromkeys(fixed, "constexpr")
+        aligned = [(i,) for i, kind in enumerate(signature.values()) if kind.startswith("*")]
+        hints = dict.fromkeys(aligned, [["tt.divisibility", 16]])
+        source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=hints)
+        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).metadata.shared
+
+    def named(kernel: object, pointers: dict[str, str], floats: tuple[str, ...] = ()) -> dict[str, str]:
+        names = [name for name in kernel.arg_names if name.islower()]  # type: ignore[attr-defined]
+        return {name: pointers.get(name, "fp32" if name in floats else "i32") for name in names}
+
+    for arch in (80, 90):
+        for kind, width, rows in (("bf16", 128, 64), ("bf16", 256, 16), ("fp32", 128, 64), ("fp16", 64, 32)):
+            tensors = "query key value trunk_k trunk_v own_k own_v"
+            wide = dict.fromkeys(("bias", "partial", "largest", "total"), "*fp32") | {"column": "*i64"}
+            pointers = dict.fromkeys(tensors.split(), f"*{kind}") | wide
+            block = decode_kernels.block_size(width, 4 if kind == "fp32" else 2)
+            for branches in (True, False):
+                fixed: dict[str, object] = {"SHARE": 7, "ROWS": rows, "WIDTH": width, "BLOCK": block}
+                fixed |= {"BRANCHES": branches, "PRECISION": "ieee" if kind == "fp32" else "tf32"}
+                types = named(kernels.pieces, pointers, ("scaling",))
+                shared = made(kernels.pieces, types, fixed, arch, num_warps=4, num_stages=decode_kernels.STAGES)
+                print("pieces", arch, kind, width, branches, shared)
+        wide = dict.fromkeys(("partial", "largest", "total"), "*fp32") | {"out": "*bf16"}
+        made(kernels.merge, named(kernels.merge, wide), {"SHARE": 7, "WIDTH": 128, "PIECES": 32}, arch)
+        types = named(kernels.norm, dict.fromkeys(("x", "weight", "out"), "*bf16"), ("epsilon",))
+        made(kernels.norm, types, {"OFFSET": True, "BLOCK": 4096}, arch, num_warps=8)
+        pointers = dict.fromkeys(["query", "key", "cos", "sin", "query_out", "key_out"], "*bf16")
+        made(kernels.turn, named(kernels.turn, pointers), {"WIDTH": 128}, arch, num_warps=1)
+
+
+if __name__ == "__main__":
+    numbers() if sys.argv[1] == "numbers" else compile_all()
