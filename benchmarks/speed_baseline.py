@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,15 +67,21 @@ def cudnn_attention(on: bool) -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def time_stock(bench: Bench, label: str, run: Callable[[], object]) -> Timing:
-    """A stock call, within `stock`: tried once with cuDNN's attention and once without, then timed the faster way."""
+def time_stock(bench: Bench, label: str, run: Callable[[], object], like: str | None = None) -> Timing:
+    """A stock call, within `stock`: tried once with cuDNN's attention and once without, then timed the faster way.
+    ``like`` names a call for which that is known, if this one only differs in size."""
     if bench.device.type != "cuda":
         return bench.time(label, run, stock=True)
-    tried = {}
-    for on, name in ((True, "with"), (False, "without")):
-        with cudnn_attention(on):
-            tried[on] = bench.time(f"{label}, {name} cuDNN", run, repeats=1, stock=True).seconds
-    with cudnn_attention(tried[True] < tried[False]):
+    tried = bench.cudnn.get(like or label)
+    if tried is None:
+        seconds = {}
+        for on, name in ((True, "with"), (False, "without")):
+            with cudnn_attention(on):
+                seconds[on] = bench.time(f"{label}, {name} cuDNN", run, repeats=1, stock=True).seconds
+        tried = bench.cudnn[like or label] = seconds[True] < seconds[False]
+        with cudnn_attention(tried):
+            return bench.time(label, run, warm=0, stock=True)
+    with cudnn_attention(tried):
         return bench.time(label, run, stock=True)
 
 
@@ -140,8 +147,9 @@ def naive_seconds(bench: Bench, kind: str) -> tuple[float, dict[str, Any]]:
     label = f"naive {kind}, 1 prompt" + (", 1 completion" if release else "")
     name = f"naive_{kind}_matmul_fraction"
     with stock(backbone, checkpointed=True):
-        timing = time_stock(bench, label, lambda: naive_pass(backbone, given))
-        answer = time_stock(bench, f"naive {kind}, 1 readout", lambda: naive_readout(backbone, given[0]))
+        timing = time_stock(bench, label, lambda: naive_pass(backbone, given), like="naive")
+        readout = partial(naive_readout, backbone, given[0])
+        answer = time_stock(bench, f"naive {kind}, 1 readout", readout, like="naive")
         if name not in bench.results:
             done = bench.flops(label, lambda: naive_pass(backbone, given))
             fraction = done / timing.seconds / bench.tflops / 1e12

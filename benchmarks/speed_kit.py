@@ -233,6 +233,8 @@ class Bench:
     """Fast paths that are switched on."""
     name: str = ""
     """Of the options; part of the labels of what depends on them."""
+    cudnn: dict[str, bool] = field(default_factory=dict)
+    """Stock calls that are faster with cuDNN's attention, or slower."""
     _backbone: Backbone | None = None
     _switched: Switched | None = None
     _rank: int | None = None

@@ -117,7 +117,7 @@ def generate_seconds(bench: Bench, prompts: list[Prompt]) -> Timing:
     backbone, sizes = bench.backbone(), bench.sizes
     with stock(backbone):
         run = generate(backbone, prompts, sizes.group, sizes.answer)
-        return time_stock(bench, f"generate, {len(prompts)} x {sizes.group} x {sizes.answer}", run)
+        return time_stock(bench, f"generate, {len(prompts)} x {sizes.group} x {sizes.answer}", run, like="generate")
 
 
 def rollout_timing(bench: Bench, prompts: list[Prompt]) -> Timing:

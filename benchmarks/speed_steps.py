@@ -6,6 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -222,9 +223,10 @@ def evaluation(bench: Bench) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         samples = []
-        for number in range(-(-sizes.questions // cycles)):
-            path = folder / f"{number}.jpg"
-            picture(number, *sizes.picture).save(path, quality=92)
+        paths = [folder / f"{number}.jpg" for number in range(-(-sizes.questions // cycles))]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda each: picture(each[0], *sizes.picture).save(each[1], quality=92), enumerate(paths)))
+        for number, path in enumerate(paths):
             for cycle in range(cycles):  # the four rotations of a question share their picture
                 asked = Sample.ask(f"{number}-{cycle}", [ImageRef.from_path(path)], QUESTION, "A", choices=CHOICES)
                 samples.append(replace(asked, cycle=str(cycle), category="single"))
