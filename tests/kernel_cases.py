@@ -7,6 +7,9 @@ python tests/kernel_cases.py compile                        (compiles them for G
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,6 +100,8 @@ def numbers() -> None:
             found = decode_kernels.rms_norm(x, weight, 1e-6, offset)
             print(f"{name}, offset {offset}", float((found - right).abs().max()))
     print("not finite", float(not_finite()))
+    for name, gap in gaps():
+        print(f"gap, {name}", gap)
 
 
 def not_finite() -> bool:
@@ -113,6 +118,77 @@ def not_finite() -> bool:
     column = torch.tensor([4])
     out = decode_kernels.attend(query, key, value, (trunk[0], trunk[1]), (own[0], own[1]), column, bias, 0.25)
     return not bool(out.isfinite().all())
+
+
+def gaps() -> Iterator[tuple[str, float]]:
+    """What the comparison at first use finds of the kernels as they are, and of broken ones: there it is 0 if it
+    refuses them, in every type."""
+    from realvr.backbone import kernel_checks
+
+    def refused(gap: float) -> float:
+        return float(gap <= max(map(kernel_checks.tolerance, (torch.float32, torch.bfloat16))))
+
+    query, key, value = (noise(2, 3, heads, 16).transpose(1, 2) for heads in (6, 2, 2))
+    trunk, branches = (noise(2, 2, 50, 16), noise(2, 2, 50, 16)), (noise(2, 2, 3, 8, 16), noise(2, 2, 3, 8, 16))
+    both = (query, key, value, trunk, branches, torch.zeros(2, 58), 0.25)
+    alone = (query[:, :, :1], key[:, :, :1], value[:, :, :1], trunk, None, torch.zeros(2, 50), 0.25)
+    for name, given in (("branches", both), ("latent step", alone)):
+        before = [x.clone() for x in (*trunk, *branches)]
+        yield name, kernel_checks.attention_gap(decode_kernels.attend, *given)
+        for what, broken in BROKEN.items():
+            yield (
+                f"{name}, {what}",
+                refused(kernel_checks.attention_gap(partial(broken, decode_kernels.attend), *given)),
+            )
+        assert all(map(torch.equal, before, (*trunk, *branches)))  # of the caller
+
+    turning = noise(2, 3, 5, 32), noise(2, 3, 2, 32), noise(1, 3, 32), noise(2, 3, 32)
+    rotate, norm = decode_kernels.rotate, decode_kernels.rms_norm
+    yield "rotary", kernel_checks.rotary_gap(rotate, *turning)
+    yield "rotary backwards", refused(kernel_checks.rotary_gap(lambda q, k, c, s: rotate(q, k, c, -s), *turning))
+    for offset in (False, True):
+        x, weight = noise(5, 48), noise(48)
+        yield f"norm, offset {offset}", kernel_checks.norm_gap(norm, x, weight, offset)
+        wrong = kernel_checks.norm_gap(lambda x, w, e, offset: norm(x, w, e, not offset), x, weight, offset)
+        yield f"norm with the other offset {offset}", refused(wrong)
+
+
+def _one_column_late(attend: Any, *given: Any) -> Tensor:
+    *before, column, bias, scaling = given
+    return attend(*before, column + 1, bias, scaling)
+
+
+def _all_seen(attend: Any, *given: Any) -> Tensor:
+    *before, bias, scaling = given
+    return attend(*before, torch.zeros_like(bias), scaling)
+
+
+def _last_piece_lost(attend: Any, *given: Any) -> Tensor:
+    *before, bias, scaling = given
+    bias = bias.clone()
+    bias[:, 46:50] = float("-inf")
+    return attend(*before, bias, scaling)
+
+
+def _heads_exchanged(attend: Any, *given: Any) -> Tensor:
+    out = attend(*given)
+    out[:, :, [1, 3]] = out[:, :, [3, 1]]
+    return out
+
+
+def _nothing_written(attend: Any, query: Any, key: Any, value: Any, trunk: Any, branches: Any, *more: Any) -> Tensor:
+    copies = [None if pair is None else tuple(x.clone() for x in pair) for pair in (trunk, branches)]
+    return attend(query, key, value, *copies, *more)
+
+
+BROKEN = {
+    "one column late": _one_column_late,
+    "all columns seen": _all_seen,
+    "last piece lost": _last_piece_lost,
+    "heads exchanged": _heads_exchanged,
+    "nothing written": _nothing_written,
+    "not a number": lambda attend, *given: attend(*given).fill_(float("nan")),
+}
 
 
 def compile_all() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,14 @@ import torch
 from realvr.backbone import decode_kernels, small_kernels
 from realvr.backbone.side_streams import beside
 
+BROKEN = (
+    "one column late",
+    "all columns seen",
+    "last piece lost",
+    "heads exchanged",
+    "nothing written",
+    "not a number",
+)
 CASES = Path(__file__).parents[1] / "kernel_cases.py"
 
 
@@ -51,6 +60,10 @@ def test_numbers() -> None:
         "norm of every other number, offset False",
         "norm of every other number, offset True",
         "not finite",
+        *(f"gap, {name}" for part in ("branches", "latent step") for name in (part, *(f"{part}, {x}" for x in BROKEN))),
+        "gap, rotary",
+        "gap, rotary backwards",
+        *(f"gap, norm{what} {offset}" for offset in (False, True) for what in (", offset", " with the other offset")),
     ]
     assert all(float(error) < 2e-6 for _, error in found), found
 
@@ -91,16 +104,19 @@ def test_where_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_does_not_compile_is_left_out_with_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     """That kernel for that type and width; the others go on."""
-    monkeypatch.setattr(decode_kernels, "_broken", {})
+    broken: dict[tuple[object, ...], str] = {}
+    monkeypatch.setattr(decode_kernels, "_broken", broken)
     x = torch.zeros(2, 64)
 
-    def fail(error: Exception) -> torch.Tensor:
+    def fail(error: Exception) -> float:
         raise error
 
+    def tried(kernel: str, error: Exception) -> torch.Tensor | None:
+        return decode_kernels.tried(kernel, (x,), lambda: x, lambda: fail(error))
+
     with pytest.warns(UserWarning, match=r"decoding kernels: norm is not compiled .*no such instruction"):
-        assert decode_kernels.tried("norm", x, lambda: fail(ValueError("no such instruction"))) is None
-    assert "norm: ValueError: no such instruction" in str(decode_kernels.why_not())
-    broken = decode_kernels._broken
+        assert tried("norm", ValueError("no such instruction")) is None
+    assert "norm is not compiled on this machine (ValueError: no such instruction)" in str(decode_kernels.why_not())
     assert decode_kernels._kind("norm", x) in broken
     assert not {decode_kernels._kind("norm", x[:, :32]), decode_kernels._kind("attention", x)} & broken.keys()
     for error in (
@@ -109,8 +125,31 @@ def test_what_does_not_compile_is_left_out_with_a_notice(monkeypatch: pytest.Mon
         AssertionError("strides"),  # a bug of ours
     ):
         with pytest.raises(type(error)):
-            decode_kernels.tried("attention", x, lambda error=error: fail(error))
+            tried("attention", error)
     assert len(broken) == 1
+
+
+def test_a_kernel_is_compared_once_a_shape_and_left_out_where_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken: dict[tuple[object, ...], str] = {}
+    monkeypatch.setattr(decode_kernels, "_broken", broken)
+    monkeypatch.setattr(decode_kernels, "_compared", set())
+    monkeypatch.setattr(decode_kernels, "launched", Counter())
+    asked: list[tuple[int, ...]] = []
+
+    def tried(kernel: str, x: torch.Tensor, gap: float) -> torch.Tensor | None:
+        def compared() -> float:
+            asked.append(tuple(x.shape))
+            return gap
+
+        return decode_kernels.tried(kernel, (x,), lambda: x + 1, compared)
+
+    for x in (torch.zeros(2, 64), torch.zeros(2, 64), torch.zeros(3, 64)):
+        assert torch.equal(tried("norm", x, 1e-6), x + 1)  # type: ignore[arg-type]
+    assert asked == [(2, 64), (3, 64)] and decode_kernels.launched["norm"] == 3
+    for kernel, gap in (("attention", 0.3), ("rotary embedding", float("nan"))):
+        with pytest.warns(UserWarning, match=f"decoding kernels: {kernel} computes something else on this machine"):
+            assert tried(kernel, torch.zeros(2, 64), gap) is None
+    assert len(broken) == 2 and not decode_kernels.launched["attention"]
 
 
 def test_beside_is_one_after_the_other_elsewhere() -> None:

@@ -6,14 +6,16 @@ operations of torch per layer; here it is two. The first cuts the columns of tru
 each piece's softmax unnormalised; the second merges the pieces. New keys and values are taken from where they were
 computed and written into the buffers on the way.
 
-Triton comes with torch for CUDA. Where it is missing or does not compile, operations of torch are used, with a notice.
+Triton comes with torch for CUDA. Where it is missing or does not compile, operations of torch are used, with a notice;
+likewise where a kernel does not compute what it should: each is compared with its definition before it is first used
+for a shape on a device (`kernel_checks`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from realvr.backbone import small_kernels
+from realvr.backbone import kernel_checks, small_kernels
 from realvr.backbone.notices import notice_once
 from realvr.errors import out_of_memory
 
@@ -46,6 +48,7 @@ _SMALL = 160 * 2**10
 Found = TypeVar("Found")
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _broken: dict[tuple[object, ...], str] = {}
+_compared: set[tuple[object, ...]] = set()
 launched: Counter[str] = Counter()
 """How often each kernel was launched or recorded, by name."""
 
@@ -68,21 +71,35 @@ def takes_heads(kernel: str, query: Tensor) -> bool:
     return takes(kernel, query) and 16 <= width <= 512 // query.element_size() and width & (width - 1) == 0
 
 
-def tried(kernel: str, x: Tensor, run: Callable[[], Found]) -> Found | None:
-    """The result of a kernel for numbers like ``x``; None where it does not compile, with a notice: that is no reason
-    to stop."""
+def tried(kernel: str, like: Sequence[Tensor], run: Callable[[], Found], gap: Callable[[], float]) -> Found | None:
+    """The result of a kernel for tensors like these, the first of which `takes` has seen. ``gap``: how far the kernel
+    is from its definition for such tensors, asked before it is first used. None where it does not compile or is wrong,
+    with a notice: that is no reason to stop."""
+    x = like[0]
+    shapes = (*_kind(kernel, x), *(each.shape for each in like))
     try:
         with torch.cuda.device_of(x):  # where Triton launches
+            if shapes not in _compared:
+                if x.is_cuda and torch.cuda.is_current_stream_capturing():
+                    return None  # too late to compare: nothing is computed now
+                if not (far := gap()) <= kernel_checks.tolerance(x.dtype):
+                    _leave_out(kernel, x, f"computes something else on this machine: {far:.1e} apart")
+                    return None
+                _compared.add(shapes)
             found = run()
     except Exception as error:  # compilers fail in many ways
         if out_of_memory(error) or isinstance(error, AssertionError):
             raise
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-        _broken[_kind(kernel, x)] = why
-        notice_once(f"decoding kernels: {kernel} is not compiled on this machine, in more kernels instead ({why})")
+        _leave_out(kernel, x, f"is not compiled on this machine ({why})")
         return None
     launched[kernel] += 1
     return found
+
+
+def _leave_out(kernel: str, x: Tensor, why: str) -> None:
+    _broken[_kind(kernel, x)] = why
+    notice_once(f"decoding kernels: {kernel} {why}; operations of torch are used instead")
 
 
 def _kind(kernel: str, x: Tensor) -> tuple[object, ...]:
@@ -93,7 +110,7 @@ def why_not() -> str | None:
     """Why operations of torch are used instead, as far as that is known."""
     if not _installed():
         return "there is no Triton"
-    return "; ".join(f"{kernel}: {why}" for (kernel, *_), why in _broken.items()) or None
+    return "; ".join(f"{kernel} {why}" for (kernel, *_), why in _broken.items()) or None
 
 
 @cache

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realvr.backbone import decode_kernels, fused_norms, small_kernels
+from realvr.backbone import decode_kernels, fused_norms, kernel_checks, small_kernels
 from realvr.backbone.gate_memory import made_again
 from realvr.backbone.packed_attention import attend_varlen, has_varlen
 from realvr.backbone.side_streams import beside
@@ -139,7 +139,12 @@ def _turned(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, compiled: bool
     alike = query.dtype == key.dtype == cos.dtype == sin.dtype
     if compiled is None and alike and decode_kernels.takes_heads("rotary embedding", query):
         given = (query.transpose(1, 2), key.transpose(1, 2), cos, sin)
-        found = decode_kernels.tried("rotary embedding", query, lambda: decode_kernels.rotate(*given))
+        found = decode_kernels.tried(
+            "rotary embedding",
+            (query, key),
+            lambda: decode_kernels.rotate(*given),
+            lambda: kernel_checks.rotary_gap(decode_kernels.rotate, *given),
+        )
         if found is not None:
             return found[0].transpose(1, 2), found[1].transpose(1, 2)
     return small_kernels.rotate(query, key, cos, sin, compiled=compiled)

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realvr.backbone import decode_kernels
+from realvr.backbone import decode_kernels, kernel_checks
 from realvr.families import Stock
 
 Norm = Callable[[Stock, float, Tensor], Tensor]
@@ -85,9 +85,15 @@ def _offset(norm: Stock, epsilon: float, x: Tensor) -> Tensor:
 
 def _short(x: Tensor, weight: Tensor, epsilon: float, offset: bool) -> Tensor | None:
     """In a recorded step: the same by a kernel that is quick for few rows."""
-    if not decode_kernels.takes("norm", x) or weight.dim() != 1:
+    kernel = "norm with offset" if offset else "norm"
+    if not decode_kernels.takes(kernel, x) or weight.dim() != 1:
         return None
-    return decode_kernels.tried("norm", x, lambda: decode_kernels.rms_norm(x, weight, epsilon, offset))
+    return decode_kernels.tried(
+        kernel,
+        (x,),
+        lambda: decode_kernels.rms_norm(x, weight, epsilon, offset),
+        lambda: kernel_checks.norm_gap(decode_kernels.rms_norm, x, weight, offset),
+    )
 
 
 def _unusual(x: Tensor, weight: Tensor) -> bool:

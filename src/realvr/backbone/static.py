@@ -16,7 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from realvr.backbone import decode_kernels
+from realvr.backbone import decode_kernels, kernel_checks
 
 KeysValues = tuple[Tensor, Tensor]
 """Keys and values of one layer: (B, H_kv, T, d) of a trunk, (B, H_kv, G, S, d) of branches."""
@@ -52,8 +52,13 @@ class StaticPass:
         """Attention output (B, N, H, d) of ``query`` (B, H, N, d); N is G, or 1 without branches."""
         if decode_kernels.takes_heads("attention", query):
             branches = None if self.branches is None else self.branches[layer]
-            given = (query, key, value, self.trunk[layer], branches, self.column, self._bias(window)[:, 0], scaling)
-            found = decode_kernels.tried("attention", query, lambda: decode_kernels.attend(*given))
+            bias, given = self._bias(window)[:, 0], (query, key, value, self.trunk[layer], branches)
+            found = decode_kernels.tried(
+                "attention",
+                (query, self.trunk[layer][0], *(branches or ())[:1]),
+                lambda: decode_kernels.attend(*given, self.column, bias, scaling),
+                lambda: kernel_checks.attention_gap(decode_kernels.attend, *given, bias, scaling),
+            )
             if found is not None:
                 return found
         if self.branches is None:
