@@ -176,6 +176,12 @@ def _heads_exchanged(attend: Any, *given: Any) -> Tensor:
     return out
 
 
+def _not_a_number(attend: Any, *given: Any) -> Tensor:
+    out = attend(*given)
+    out[-1] = float("nan")
+    return out
+
+
 def _nothing_written(attend: Any, query: Any, key: Any, value: Any, trunk: Any, branches: Any, *more: Any) -> Tensor:
     copies = [None if pair is None else tuple(x.clone() for x in pair) for pair in (trunk, branches)]
     return attend(query, key, value, *copies, *more)
@@ -187,7 +193,7 @@ BROKEN = {
     "last piece lost": _last_piece_lost,
     "heads exchanged": _heads_exchanged,
     "nothing written": _nothing_written,
-    "not a number": lambda attend, *given: attend(*given).fill_(float("nan")),
+    "not a number": _not_a_number,
 }
 
 

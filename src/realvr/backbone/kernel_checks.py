@@ -58,7 +58,7 @@ def attention_gap(
     for b in range(len(query)):  # one prompt at a time: float64 takes four times the room
         seen = None if branches is None else (branches[0][b], branches[1][b])
         gaps.append(_gap(found[b], _attention(query[b], (trunk[0][b], trunk[1][b]), seen, bias_BT[b], scaling)))
-    return max(gaps)
+    return _worst(gaps)
 
 
 def _attention(query: Tensor, trunk: KeysValues, branches: KeysValues | None, bias_T: Tensor, scaling: float) -> Tensor:
@@ -98,7 +98,7 @@ def rotary_gap(
         return x.double() * cos.double()[:, :, None] + torch.cat([-second, first], dim=-1) * sin.double()[:, :, None]
 
     found = rotate(query, key, cos, sin)
-    return max(_gap(one, turned(x)) for one, x in zip(found, (query, key), strict=True))
+    return _worst([_gap(one, turned(x)) for one, x in zip(found, (query, key), strict=True)])
 
 
 def norm_gap(norm: Callable[[Tensor, Tensor, float, bool], Tensor], x: Tensor, weight: Tensor, offset: bool) -> float:
@@ -116,6 +116,11 @@ def norm_gap(norm: Callable[[Tensor, Tensor, float, bool], Tensor], x: Tensor, w
 def _gap(found: Tensor, right: Tensor) -> float:
     """Largest distance of a row, over its length."""
     return float(((found.double() - right).norm(dim=-1) / right.norm(dim=-1)).max())
+
+
+def _worst(gaps: list[float]) -> float:
+    """NaN if one of them is: Python's ``max`` may pass over it."""
+    return float(torch.tensor(gaps, dtype=torch.float64).max())
 
 
 class _Noise:
