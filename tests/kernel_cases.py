@@ -1,20 +1,26 @@
 """Cases for `test_decode_kernels.py`, in a process of its own: Triton reads ``TRITON_INTERPRET`` when it is imported.
 
 TRITON_INTERPRET=1 python tests/kernel_cases.py numbers     (runs the kernels on the CPU)
+TRITON_INTERPRET=1 python tests/kernel_cases.py wired       (where the package calls them)
 python tests/kernel_cases.py compile                        (compiles them for GPUs that need not be there)
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from realvr.backbone import decode_kernels
+
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
 
 def noise(*shape: int) -> Tensor:
@@ -30,7 +36,7 @@ def attention(batch: int, kv_heads: int, share: int, group: int, length: int, si
     if not size:
         visible[:, at] = True
     query = noise(batch, new, kv_heads * share, width).transpose(1, 2)
-    key, value = (noise(batch, new, kv_heads, width).transpose(1, 2) for _ in "kv")
+    key, value = noise(batch, new, kv_heads, width).transpose(1, 2), noise(batch, kv_heads, new, width)
     bias = torch.zeros(batch, length).masked_fill(~visible, float("-inf"))
     if size:
         later = torch.arange(size) > at
@@ -78,6 +84,8 @@ def numbers() -> None:
     }
     for name, case in cases.items():
         print(name, attention(*case))
+    decode_kernels._processors = lambda _: 132  # type: ignore[assignment]
+    print("as many pieces as on a GPU", attention(1, 2, 4, 1, 700, 0, 16, 150))
     decode_kernels.BLOCK, decode_kernels.PIECE = 16, 16
     print("small pieces", attention(*cases["branches"]))
     decode_kernels.PIECES = 4
@@ -153,6 +161,92 @@ def gaps() -> Iterator[tuple[str, float]]:
         yield f"norm with the other offset {offset}", refused(wrong)
 
 
+def wired() -> None:
+    """Prints ``name error`` lines: steps through the kernels beside the same through torch, where the package calls
+    them."""
+    torch.manual_seed(0)
+    decode_kernels._processors = lambda _: 132  # type: ignore[assignment]
+    for window in (None, 5, 50):
+        for name, case in (("branches", (2, 2, 7, 4, 300, 64, 16, 40)), ("latent step", (2, 4, 7, 1, 257, 0, 32, 200))):
+            print(f"{name}, window {window}", _static_pass(window, *case))
+    for family in ("qwen2.5-vl", "qwen3-vl", "gemma3"):
+        for name, gap in _rollouts(family).items():
+            print(f"{family}, {name}", gap)
+
+
+@contextmanager
+def taken(yes: bool) -> Iterator[None]:
+    """Kernels wherever they could be used, or nowhere."""
+    before = decode_kernels.takes
+    decode_kernels.takes = lambda kernel, x: yes and not torch.is_grad_enabled()  # type: ignore[assignment]
+    decode_kernels.launched.clear()
+    try:
+        with torch.no_grad():
+            yield
+        assert bool(decode_kernels.launched) == yes and not decode_kernels._broken, decode_kernels._broken
+    finally:
+        decode_kernels.takes = before
+
+
+def _static_pass(
+    window: int | None, batch: int, kv_heads: int, share: int, group: int, length: int, size: int, width: int, at: int
+) -> float:
+    """The last of the prompts is a filler that sees nothing of its trunk."""
+    from realvr.backbone.static import StaticPass
+
+    visible = torch.rand(batch, length) > 0.3
+    visible[-1] = False
+    if not size:
+        visible[:, at:] = False
+        visible[:, at] = True
+    place_BT, place_B = torch.arange(length).expand(batch, -1), torch.full((batch,), at + (length if size else 0))
+    new = group if size else 1
+    query = noise(batch, new, kv_heads * share, width).transpose(1, 2)
+    key, value = (noise(batch, new, kv_heads, width).transpose(1, 2) for _ in "kv")
+    trunk = [noise(batch, kv_heads, length, width) for _ in "kv"]
+    own = [noise(batch, kv_heads, group, size, width) for _ in "kv"] if size else None
+    found = []
+    for ours in (True, False):
+        keys, values = (x.clone() for x in trunk)
+        branches = None if own is None else [(own[0].clone(), own[1].clone())]
+        step = StaticPass([(keys, values)], visible, torch.tensor([at]), branches, place_BT, place_B)
+        with taken(ours):
+            found.append([step.attend(0, query, key, value, 0.2, window), keys, values, *sum(branches or (), ())])
+    assert all(map(torch.equal, found[0][1:], found[1][1:])), "other keys and values"
+    return float((found[0][0] - found[1][0]).abs().max())
+
+
+def _rollouts(family: str) -> dict[str, float]:
+    """Of a tiny model with fused layers; every norm has weights of its own."""
+    from realvr.backbone import Backbone
+    from realvr.latent import Sampling
+    from realvr.latent.fast import FastDecode
+    from realvr.latent.group_rollout import rollout
+
+    with tempfile.TemporaryDirectory() as folder:
+        import device_parity
+
+        path = device_parity.prepare(family, Path(folder))
+        backbone = Backbone.load(path, dtype=torch.float32, device="cpu")
+    for name, parameter in backbone.decoder.named_parameters():
+        if "norm" in name:
+            parameter.data.add_(0.5 * torch.rand_like(parameter))
+    backbone.fused_layers = True
+    prompts = device_parity.questions(backbone)[:3]
+    made = []
+    for ours in (True, False):
+        fast = FastDecode(backbone, recorded=False, columns=64, tokens=8)
+        with taken(ours):
+            sampled = rollout(backbone, prompts, group=4, sampling=Sampling(max_new=5), seed=3, latents=2, fast=fast)
+            assert not ours or {"attention", "rotary embedding"} <= decode_kernels.launched.keys()
+            assert not ours or sum(count for name, count in decode_kernels.launched.items() if "norm" in name)
+        made.append((sampled.latents_BKD, *sampled.tensors()))
+    (z, ids, _, logp), (z_right, ids_right, _, logp_right) = made
+    same = ids.shape == ids_right.shape and torch.equal(ids, ids_right)
+    apart = float((logp - logp_right).abs().max()) if same else 1.0
+    return {"latents": float((z - z_right).norm() / z_right.norm()), "texts": float(not same), "log-probs": apart}
+
+
 def _one_column_late(attend: Any, *given: Any) -> Tensor:
     *before, column, bias, scaling = given
     return attend(*before, column + 1, bias, scaling)
@@ -163,10 +257,10 @@ def _all_seen(attend: Any, *given: Any) -> Tensor:
     return attend(*before, torch.zeros_like(bias), scaling)
 
 
-def _last_piece_lost(attend: Any, *given: Any) -> Tensor:
+def _columns_lost(attend: Any, *given: Any) -> Tensor:
     *before, bias, scaling = given
     bias = bias.clone()
-    bias[:, 46:50] = float("-inf")
+    bias[:, 20:24] = float("-inf")
     return attend(*before, bias, scaling)
 
 
@@ -190,7 +284,7 @@ def _nothing_written(attend: Any, query: Any, key: Any, value: Any, trunk: Any, 
 BROKEN = {
     "one column late": _one_column_late,
     "all columns seen": _all_seen,
-    "last piece lost": _last_piece_lost,
+    "columns lost": _columns_lost,
     "heads exchanged": _heads_exchanged,
     "nothing written": _nothing_written,
     "not a number": _not_a_number,
@@ -216,15 +310,17 @@ def compile_all() -> None:
         names = [name for name in kernel.arg_names if name.islower()]  # type: ignore[attr-defined]
         return {name: pointers.get(name, "fp32" if name in floats else "i32") for name in names}
 
-    for arch in (80, 90):
+    for arch in (80, 86, 90):
+        most = 32 if arch == 86 else 64
         for kind, width, rows in (("bf16", 128, 64), ("bf16", 256, 16), ("fp32", 128, 64), ("fp16", 64, 32)):
+            rows = min(rows, most)
             tensors = "query key value trunk_k trunk_v own_k own_v"
             wide = dict.fromkeys(("bias", "partial", "largest", "total"), "*fp32") | {"column": "*i64"}
             pointers = dict.fromkeys(tensors.split(), f"*{kind}") | wide
             block = decode_kernels.block_size(width, 4 if kind == "fp32" else 2)
             for branches in (True, False):
                 fixed: dict[str, object] = {"SHARE": 7, "ROWS": rows, "WIDTH": width, "BLOCK": block}
-                fixed |= {"BRANCHES": branches, "PRECISION": "ieee" if kind == "fp32" else "tf32"}
+                fixed |= {"BRANCHES": branches}
                 types = named(kernels.pieces, pointers, ("scaling",))
                 shared = made(kernels.pieces, types, fixed, arch, num_warps=4, num_stages=decode_kernels.STAGES)
                 print("pieces", arch, kind, width, branches, shared)
@@ -237,4 +333,4 @@ def compile_all() -> None:
 
 
 if __name__ == "__main__":
-    numbers() if sys.argv[1] == "numbers" else compile_all()
+    {"numbers": numbers, "wired": wired, "compile": compile_all}[sys.argv[1]]()

@@ -55,14 +55,11 @@ launched: Counter[str] = Counter()
 
 def takes(kernel: str, x: Tensor) -> bool:
     """Whether there is such a kernel for these numbers here and now: in a recorded step, without gradient."""
-    return (
-        small_kernels.in_recorded()
-        and x.is_cuda
-        and x.dtype in _TYPES
-        and not torch.is_grad_enabled()
-        and _installed()
-        and _kind(kernel, x) not in _broken
-    )
+    wanted = small_kernels.in_recorded() and x.is_cuda and x.dtype in _TYPES and not torch.is_grad_enabled()
+    if wanted and not _installed():
+        notice_once("decoding kernels: there is no Triton; operations of torch are used instead")
+        return False
+    return wanted and _kind(kernel, x) not in _broken
 
 
 def takes_heads(kernel: str, query: Tensor) -> bool:
@@ -76,19 +73,20 @@ def tried(kernel: str, like: Sequence[Tensor], run: Callable[[], Found], gap: Ca
     is from its definition for such tensors, asked before it is first used. None where it does not compile or is wrong,
     with a notice: that is no reason to stop."""
     x = like[0]
-    shapes = (*_kind(kernel, x), *(each.shape for each in like))
+    layout = (*_kind(kernel, x), *((each.shape, each.stride()) for each in like))
+    recording = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    if recording and layout not in _compared:  # nothing is computed now, and a step runs before it is recorded
+        raise RuntimeError(f"decoding kernels: {kernel} is recorded without having run before")
     try:
         with torch.cuda.device_of(x):  # where Triton launches
-            if shapes not in _compared:
-                if x.is_cuda and torch.cuda.is_current_stream_capturing():
-                    return None  # too late to compare: nothing is computed now
+            if layout not in _compared:
                 if not (far := gap()) <= kernel_checks.tolerance(x.dtype):
                     _leave_out(kernel, x, f"computes something else on this machine: {far:.1e} apart")
                     return None
-                _compared.add(shapes)
+                _compared.add(layout)
             found = run()
     except Exception as error:  # compilers fail in many ways
-        if out_of_memory(error) or isinstance(error, AssertionError):
+        if recording or out_of_memory(error):  # which is no fault of the kernel
             raise
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
         _leave_out(kernel, x, f"is not compiled on this machine ({why})")
@@ -152,8 +150,6 @@ def attend(
     partial = query.new_empty(pairs, sum(pieces), rows, width, dtype=torch.float32)
     edges = query.new_empty(2, pairs, sum(pieces), rows, dtype=torch.float32)
     out = query.new_empty(batch, group, heads, width)
-    assert query.stride(3) == key.stride(3) == value.stride(3) == 1 and bias_BT.stride(1) == 1
-    assert all(x.is_contiguous() and x.dtype == query.dtype for x in (*trunk, *own))
     kernels.pieces[(sum(pieces), pairs, -(-rows // tile))](
         *(query, key, value, *trunk, *own, bias_BT, column, partial, edges, edges[1]),
         *(scaling, length, size, per, pieces[0], kv_heads, rows),
@@ -163,7 +159,6 @@ def attend(
         WIDTH=width,
         BLOCK=block_size(width, query.element_size()),
         BRANCHES=branches is not None,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=4,
         num_stages=STAGES,
     )
@@ -175,6 +170,18 @@ def attend(
         num_warps=4,
     )
     return out
+
+
+def lies_well(
+    query: Tensor, key: Tensor, value: Tensor, trunk: KeysValues, branches: KeysValues | None, bias_BT: Tensor
+) -> bool:
+    """Whether `attend` can read these: numbers of one type, heads of one width, rows without gaps."""
+    buffers, new = (*trunk, *(branches or ())), (query, key, value)
+    return (
+        all(x.dtype == query.dtype and x.shape[-1] == query.shape[-1] for x in (*buffers, *new))
+        and all(x.is_contiguous() for x in buffers)
+        and all(x.stride(-1) == 1 for x in (*new, bias_BT))
+    )
 
 
 def block_size(width: int, bytes_each: int) -> int:
@@ -213,11 +220,10 @@ def _processors(device: torch.device) -> int:
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """(B, T, H, d) queries and (B, T, H_kv, d) keys, turned by (B or 1, T, d); in float32 inside."""
     batch, length, heads, width = query.shape
-    given = [x.flatten(0, 1) for x in (query, key)]
+    given = [x if x.stride(-1) == 1 else x.contiguous() for x in (query.flatten(0, 1), key.flatten(0, 1))]
     turns = [x.expand(batch, length, width).reshape(-1, width).contiguous() for x in (cos, sin)]
     out = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
     strides = [stride for x in given for stride in x.stride()[:2]]
-    assert given[0].stride(2) == given[1].stride(2) == 1
     _kernels().turn[(len(given[0]), heads + key.shape[2])](
         *(*given, *turns, *out, *strides, heads, key.shape[2]), WIDTH=width, num_warps=1
     )

@@ -32,8 +32,9 @@ def attention_gap(
     bias_BT: Tensor,
     scaling: float,
 ) -> float:
-    """Largest relative error of a row for tensors laid out like these, a third of the trunk hidden. Infinite if new
-    keys and values are not where they belong, or others have changed."""
+    """Largest relative error of a row for tensors laid out like these; hidden are a third of the trunk, what is behind
+    the new column, and of the last of several prompts the whole trunk. Infinite if new keys and values are not where
+    they belong, or others have changed."""
     noise = _Noise(query.device)
     query, key, value = noise.like(query), noise.like(key), noise.like(value)
     trunk = noise.like(trunk[0]), noise.like(trunk[1])
@@ -42,7 +43,10 @@ def attention_gap(
     length, size = trunk[0].shape[-2], own[0].shape[-2]
     at = size // 2
     hidden_BT = noise.uniform(len(query), length) < 1 / 3
+    if len(query) > 1:
+        hidden_BT[-1] = True
     if branches is None:
+        hidden_BT[:, at + 1 :] = True
         hidden_BT[:, at] = False
     else:
         later = torch.arange(size, device=query.device) > at
@@ -132,7 +136,9 @@ class _Noise:
 
     def like(self, x: Tensor) -> Tensor:
         """Normal numbers in the layout of ``x``."""
-        drawn = torch.randn(x.shape, generator=self.generator, device=self.device)
+        drawn = torch.randn(x.shape, generator=self.generator, device=self.device, dtype=x.dtype)
+        if drawn.stride() == x.stride():
+            return drawn
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self.device).copy_(drawn)
 
     def uniform(self, *shape: int) -> Tensor:

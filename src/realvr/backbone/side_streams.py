@@ -24,15 +24,17 @@ def beside(x: Tensor, *calls: Call) -> list[Tensor]:
     if not (x.is_cuda and small_kernels.in_recorded()) or torch.is_grad_enabled():
         return [call(x) for call in calls]
     here = torch.cuda.current_stream(x.device)
-    sides = [_stream(x.device, number) for number in range(len(calls) - 1)]
+    sides: list[torch.cuda.Stream] = []
     found = []
     try:
-        for side, call in zip(sides, calls[1:], strict=True):
+        for number, call in enumerate(calls[1:]):
+            side = _stream(x.device, number)
             side.wait_stream(here)
+            sides.append(side)
             with torch.cuda.stream(side):
                 found.append(call(x))
         found.insert(0, calls[0](x))
-    finally:  # also after an error: ``x`` may be freed then, and a recording ends
+    finally:  # also after an error: ``x`` may be freed then, and a recording ends. No stream that has not joined it.
         for side in sides:
             here.wait_stream(side)
     return found

@@ -9,7 +9,6 @@ stock rounds after each operation.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,6 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from realvr.backbone.notices import notice_once
+from realvr.errors import out_of_memory
 
 Function = Callable[..., tuple[Tensor, ...]]
 Activation = Callable[[Tensor], Tensor]
@@ -54,12 +56,12 @@ class _Compiled:
                     return made(*args)
                 with torch.compiler.set_stance("eager_on_recompile"):  # no compiler runs while a graph is recorded
                     return made(*args)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # compilers fail in many ways, and none is a reason to stop
+            if out_of_memory(error) or (args[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+                raise  # no fault of the compiler
             self._broken = True
             text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-            warnings.warn(f"fused layers: not compiled on this machine, in more kernels instead ({text})", stacklevel=2)
+            notice_once(f"fused layers: not compiled on this machine, in more kernels instead ({text})")
             return None
 
     def _version(self, args: tuple[Tensor, ...]) -> Function:

@@ -50,17 +50,8 @@ class StaticPass:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
         """Attention output (B, N, H, d) of ``query`` (B, H, N, d); N is G, or 1 without branches."""
-        if decode_kernels.takes_heads("attention", query):
-            branches = None if self.branches is None else self.branches[layer]
-            bias, given = self._bias(window)[:, 0], (query, key, value, self.trunk[layer], branches)
-            found = decode_kernels.tried(
-                "attention",
-                (query, self.trunk[layer][0], *(branches or ())[:1]),
-                lambda: decode_kernels.attend(*given, self.column, bias, scaling),
-                lambda: kernel_checks.attention_gap(decode_kernels.attend, *given, bias, scaling),
-            )
-            if found is not None:
-                return found
+        if (found := self._in_kernels(layer, query, key, value, scaling, window)) is not None:
+            return found
         if self.branches is None:
             return self._on_trunk(layer, query, key, value, scaling, window)
         batch, heads, group, width = query.shape
@@ -80,6 +71,23 @@ class StaticPass:
         own = weights.view(-1, share, every)[..., length:]
         out = out.view(-1, share, out.shape[-1]).baddbmm_(own, own_v.flatten(0, 2))
         return out.view(batch, kv_heads, group, share, -1).transpose(1, 2).reshape(batch, group, heads, -1)
+
+    def _in_kernels(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor | None:
+        """The same by kernels of our own, where they apply."""
+        if not decode_kernels.takes_heads("attention", query):
+            return None
+        branches = None if self.branches is None else self.branches[layer]
+        bias, given = self._bias(window)[:, 0], (query, key, value, self.trunk[layer], branches)
+        if not decode_kernels.lies_well(*given, bias):
+            return None
+        return decode_kernels.tried(
+            "attention",
+            (query, key, value, self.trunk[layer][0], *(branches or ())[:1]),
+            lambda: decode_kernels.attend(*given, self.column, bias, scaling),
+            lambda: kernel_checks.attention_gap(decode_kernels.attend, *given, bias, scaling),
+        )
 
     def _on_trunk(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None

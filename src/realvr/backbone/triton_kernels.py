@@ -44,7 +44,6 @@ def pieces(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     BRANCHES: tl.constexpr,
-    PRECISION: tl.constexpr,
 ) -> None:
     """One piece of columns, one K/V head of one prompt, some rows: query heads that share the K/V head, of all
     branches. What is not finite in the values of one branch reaches the other branches of its prompt: their weight of 0
@@ -79,13 +78,13 @@ def pieces(
         at = col[:, None] * WIDTH + wide[None, :]
         whose = col // each
         index = col - whose * each
-        # Not the new column, which the first piece writes meanwhile.
-        old = inside & (index != written)
-        inside = tl.where(on_trunk, inside, old) if BRANCHES else old
+        # Not the new column, which the first piece writes meanwhile; of branches nothing behind it either.
+        before_it, beside_it = inside & (index < written), inside & (index != written)
+        inside = tl.where(on_trunk, inside, before_it) if BRANCHES else beside_it
         k = tl.load(keys + at, mask=inside[:, None], other=0.0)
         v = tl.load(values + at, mask=inside[:, None], other=0.0)
         hidden = tl.load(bias + before + index, mask=inside, other=float("-inf"))
-        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling + hidden[None, :]
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling + hidden[None, :]
         if BRANCHES:
             score = tl.where(on_trunk | (branch[:, None] == whose[None, :]), score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
@@ -93,7 +92,7 @@ def pieces(
         weight = tl.exp(score - base[:, None])
         shrink = tl.exp(top - base)
         summed = summed * shrink + tl.sum(weight, 1)
-        acc = acc * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
+        acc = acc * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
         top = higher
     if piece == 0:  # the new column, which each row sees, of its own branch
         k = tl.load(key + branch[:, None] * key_n + wide[None, :], mask=there, other=0.0)

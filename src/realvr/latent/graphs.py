@@ -39,6 +39,8 @@ class CudaGraphs:
         self.pool = torch.cuda.graph_pool_handle()
         # One for all of them: a backward pass is recorded where its forward pass was.
         self._stream = torch.cuda.Stream(device)
+        # cuBLAS keeps memory for every stream that it has seen.
+        self._side = torch.cuda.Stream(device)
         self._alive: weakref.WeakSet[_Recorded] = weakref.WeakSet()
 
     def __call__(self, step: Callable[[], None], reset: Callable[[], None]) -> Replay:
@@ -62,7 +64,7 @@ class CudaGraphs:
 
     def _warm_up(self, step: Callable[[], None], reset: Callable[[], None], here: torch.cuda.Stream) -> None:
         """Lazy initialisation, such as that of cuBLAS, must not be recorded."""
-        side = torch.cuda.Stream(self.device)
+        side = self._side
         side.wait_stream(here)
         try:
             with torch.cuda.stream(side):
