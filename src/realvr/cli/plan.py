@@ -38,11 +38,12 @@ def rewrite(args: list[str]) -> list[str]:
 def plan(settings: PlanCommand) -> int:
     """Estimate memory, communication and step time of a training before it is started. Nothing is downloaded.
 
-    The step time is a lower bound: the one run that it was compared with took 1.5 times as long.
+    The step time is a lower bound: nothing waits, and nothing is padded, loaded, logged or saved.
 
     Examples:
       realvr plan --backbone Qwen2.5 --gpus 8 --gpu A100-80
       realvr plan --backbone Qwen3-VL-8B --gpus 1 --gpu H200 --lora --engine ddp
+      realvr plan --backbone Qwen2.5 --gpus 1 --gpu H200 --engine ddp --batch 8 --microbatch 4 --fast
       realvr plan --backbone Qwen3-VL-235B --gpus 1600 --gpu MI250X --engine zero3 --stage sft
       realvr plan --backbone all --gpus 8 --gpu-memory 80 --json
     """

@@ -112,11 +112,13 @@ def _model(name: str) -> Stock:
 
 
 @cache
-def _shapes(name: str, lora: int, markers: bool) -> tuple[Decoder, list[Weight]]:
+def _shapes(name: str, lora: int, markers: bool, fused: bool) -> tuple[Decoder, list[Weight]]:
     model = _model(name)
+    decoder = decoder_of(model)
+    decoder = replace(decoder, fused_gates=fused and not decoder.experts)
     if lora:
-        return decoder_of(model), with_adapters(model, lora, LoraSettings().targets, markers=markers)
-    return decoder_of(model), weights_of(model, train_decoder=True)
+        return decoder, with_adapters(model, lora, LoraSettings().targets, markers=markers)
+    return decoder, weights_of(model, train_decoder=True)
 
 
 def workload(settings: PlanSettings, family: str) -> Workload:
@@ -125,7 +127,8 @@ def workload(settings: PlanSettings, family: str) -> Workload:
     rl = settings.stage == "rl"
     microbatches = (settings.batch or settings.gpus * settings.microbatch) // (settings.gpus * settings.microbatch)
     answer = settings.answer_tokens or 192
-    static = is_static("auto", "cuda", sharded=setup_of(settings).sharded)
+    sharded = setup_of(settings).sharded
+    static = is_static("auto", "cuda", sharded=sharded)
     return Workload(
         stage=settings.stage,
         rows=settings.microbatch,
@@ -141,6 +144,8 @@ def workload(settings: PlanSettings, family: str) -> Workload:
         padded=settings.microbatch > 1,
         together=settings.rollout_batch,
         static=answer if rl and static else 0,
+        recorded=settings.fast and rl and not sharded,
+        split=settings.fast and rl,
     )
 
 
@@ -150,7 +155,7 @@ def setup_of(settings: PlanSettings) -> Setup:
 
 
 def _estimate(settings: PlanSettings, name: str, gpu: Gpu) -> Estimate:
-    decoder, weights = _shapes(name, settings.lora, settings.stage == "sft")
+    decoder, weights = _shapes(name, settings.lora, settings.stage == "sft", settings.fast)
     room = room_of(gpu, settings)
     return estimate(decoder, weights, workload(settings, PRESETS[name].family), setup_of(settings), room)
 
@@ -164,14 +169,14 @@ def plan(settings: PlanSettings) -> list[Plan]:
 
 
 def _plan(settings: PlanSettings, name: str, gpu: Gpu) -> Plan:
-    decoder, weights = _shapes(name, settings.lora, settings.stage == "sft")
+    decoder, weights = _shapes(name, settings.lora, settings.stage == "sft", settings.fast)
     work, setup = workload(settings, PRESETS[name].family), setup_of(settings)
     found = _estimate(settings, name, gpu)
     work = replace(work, together=found.together)
     sent = communication(weights, work, setup, found.gathers)
     times: dict[str, float] = {}
     if gpu.flops:
-        times = seconds(decoder, weights, work, setup, gpu)
+        times = seconds(decoder, weights, work, setup, gpu, fused=settings.fast)
         times["communication"] = sum(sent.values()) / link_of(gpu, setup.world)
     smallest = smallest_number(settings, name, gpu)
     fits = found.peak <= room_of(gpu, settings)
@@ -202,6 +207,8 @@ def alternatives(settings: PlanSettings, name: str, gpu: Gpu, smallest: int | No
     changes: dict[str, dict[str, Any]] = {"--memory checkpointed": {"memory": "checkpointed"}}
     if settings.microbatch > 1:
         changes["--microbatch 1"] = {"microbatch": 1}
+    if not settings.fast:
+        changes["--fast"] = {"fast": True}
     own = setup_of(settings).engine
     others = [engine for engine in ENGINES.names() if engine != own]
     changes |= {f"--engine {other}": {"engine": other} for other in others}

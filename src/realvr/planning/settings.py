@@ -31,6 +31,8 @@ class PlanSettings:
         rollout_batch: Stage 2: prompts that one GPU rolls out together. Default: as many of its step as fit.
         evidence: Stage 2: with the evidence loss (ReaLVR), or without (LVR-RL).
         memory: What is recomputed in the backward pass; Stage 1 knows ``cached`` and the rest.
+        fast: With ``model.fused_layers`` and, in Stage 2, ``split_attention`` and ``recorded_span``: settings of a run
+            that are off by default. Steps are recorded on engines that leave a model whole only.
         master_weights: 32-bit copies of the weights in the optimizer.
         reserve: Share of the memory that is left free: CUDA context, communication buffers, fragmentation.
     """
@@ -53,6 +55,7 @@ class PlanSettings:
     rollout_batch: int | None = None
     evidence: bool = True
     memory: Literal["cached", "checkpointed-prefill", "checkpointed"] = "checkpointed-prefill"
+    fast: bool = False
     master_weights: bool = True
     reserve: float = 0.08
 

@@ -1,9 +1,8 @@
 """Time and communication of a step, from products, bytes and launches. Take it as a lower bound: no rank waits, nothing
-is padded, loaded, logged or saved, and the one run that it was compared with took 1.5 times as long (docs/engines.md).
-That nothing overlaps does not make up for it.
+is padded, loaded, logged or saved. That nothing overlaps does not make up for it (docs/engines.md).
 
-The four rates below come from measurements on one H200 (docs/speed.md); they are shares of a data sheet's
-numbers, so that they carry over to other GPUs as far as these do.
+The rates below come from measurements on one H200 (docs/speed.md); they are shares of a data sheet's numbers, so that
+they carry over to other GPUs as far as these do.
 """
 
 from __future__ import annotations
@@ -15,14 +14,17 @@ from realvr.planning.gpus import Gpu
 from realvr.training.estimate import Decoder, Setup, Weight, Workload
 from realvr.training.estimate.peak import local, whole_bytes
 
-FORWARD = 0.5
-"""Share of the peak that a long pass without gradient reaches: prefill, 2,709 tokens, 7B."""
-TRAINING = 0.33
-"""The same with gradients and recomputation: Stage 1, 4,000 tokens, 7B."""
-READING = 0.6
-"""Share of the memory's bandwidth."""
+FORWARD = 0.56
+"""Share of the peak that a long pass without gradient reaches: prefill, 2,709 tokens, 7B, fused layers."""
+TRAINING = 0.47
+"""The same with gradients and recomputation: Stage 2, LVR-RL, 8 prompts at once, 7B. Stage 1 reaches 0.33."""
+FUSED_TRAINING = 0.55
+"""The same with fused layers and split attention, without recomputation."""
+READING = 0.55
+"""Share of the memory's bandwidth: recorded latent and decoding steps, 7B."""
 LAUNCHES = 0.8e-3
-"""Seconds that the host needs to launch one layer of a short pass: 20 to 30 ms for the 28 layers of 7B."""
+"""Seconds that the host needs to launch one layer of a short pass that is not recorded: 20 to 30 ms for the 28 layers
+of 7B."""
 ADAPTER_LAUNCHES = 2.4e-3
 """The same with LoRA: 66 ms."""
 
@@ -39,8 +41,10 @@ def _products(decoder: Decoder, parameters: float, tokens: float, keys: float) -
     return tokens * (2 * parameters + 4 * keys * decoder.query * decoder.layers)
 
 
-def seconds(decoder: Decoder, weights: Sequence[Weight], work: Workload, setup: Setup, gpu: Gpu) -> dict[str, float]:
-    """Seconds of one optimizer step, at least; communication not included."""
+def seconds(
+    decoder: Decoder, weights: Sequence[Weight], work: Workload, setup: Setup, gpu: Gpu, fused: bool = False
+) -> dict[str, float]:
+    """Seconds of one optimizer step, at least; communication not included. ``fused``: with fused layers."""
     parameters = active(decoder, weights)
     adapters = any(not w.trained and w.part == "layer" for w in weights)
     launch = (ADAPTER_LAUNCHES if adapters else LAUNCHES) * decoder.layers
@@ -51,16 +55,18 @@ def seconds(decoder: Decoder, weights: Sequence[Weight], work: Workload, setup: 
     head = 2 * decoder.vocab * decoder.width * work.rows * (replay or work.labelled)
     products = passes * _products(decoder, parameters, tokens, work.tokens / 2) + 4 * head
     vision = 2 * decoder.vision_parameters * work.rows * work.visual * decoder.patches_per_token / gpu.flops / FORWARD
-    training = max(products / gpu.flops / TRAINING, 3 * launch)
+    training = max(products / gpu.flops / (FUSED_TRAINING if fused else TRAINING), 3 * launch)
     found = {"vision": vision * work.microbatches}
     if work.stage == "rl":
         if work.evidence and work.latents:  # short passes: forward, and twice that backward
             again = 1 if work.memory == "checkpointed" else 0
-            training += work.latents * (3 + again) * max(launch, step_seconds(decoder, weights, work, gpu, 1)) + launch
+            short = 0.0 if work.recorded_span else launch  # a recorded step is launched as a whole
+            training += work.latents * (3 + again) * max(short, step_seconds(decoder, weights, work, gpu, 1)) + launch
         group = replace(work, rows=work.together or work.prompts)  # rolled out together, whatever the microbatch
         prefill = _products(decoder, parameters, group.rows * work.tokens, work.tokens / 2) / gpu.flops / FORWARD
-        step = max(launch, step_seconds(decoder, weights, group, gpu, work.group))
-        rollout = max(prefill, launch) + (work.latents + 1) * launch + work.answer * step
+        short = 0.0 if work.static else launch
+        latent, step = (max(short, step_seconds(decoder, weights, group, gpu, n)) for n in (1, work.group))
+        rollout = max(prefill, launch) + (work.latents + 1) * latent + work.answer * step
         found["rollout"] = rollout * work.rollouts
     found["passes"] = training * work.microbatches
     updated = sum(local(w, setup) for w in weights if w.trained)

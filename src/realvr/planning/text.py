@@ -11,7 +11,7 @@ from realvr.training.estimate.peak import GIB, SECOND, UNSHARDED
 def details(plan: Plan) -> str:
     """One backbone: every number."""
     s, work = plan.settings, plan.work
-    what = f"LoRA rank {s.lora}" if s.lora else "all weights of the decoder"
+    what = (f"LoRA rank {s.lora}" if s.lora else "all weights of the decoder") + ", fast paths" * s.fast
     lines = [
         f"{plan.backbone}, {'Stage 2' if s.stage == 'rl' else 'Stage 1'}, {what}, engine {plan.setup.engine}, "
         f"{plan.setup.world:,} x {plan.gpu.name}",
@@ -71,6 +71,7 @@ def table(plans: Sequence[Plan]) -> str:
     """All backbones, one line each."""
     first = plans[0]
     what = f"LoRA rank {first.settings.lora}" if first.settings.lora else "all weights of the decoder"
+    what += ", fast paths" * first.settings.fast
     stage = "Stage 2" if first.settings.stage == "rl" else "Stage 1"
     head = (
         f"{stage}, {what}, engine {first.setup.engine}, {first.setup.world:,} x {first.gpu.name}, room "
