@@ -1,31 +1,47 @@
 """Speed and memory at real size: our schedule beside a plain reading of the paper, same inputs, same process.
 
-    python benchmarks/speed.py                                       (one GPU: the 7B shape, about 15 minutes)
-    python benchmarks/speed.py --minutes 9 --resume                  (what is still missing in the file)
-    python benchmarks/speed.py --device cpu --preset tiny            (tries the script out, in seconds)
-    python benchmarks/speed.py --options fast plain                  (fast paths on and off, side by side)
-    python benchmarks/speed.py --growth                              (against visual tokens, K, G and prompts)
+    python benchmarks/speed.py                              one GPU, the 7B shape: 18 minutes or more
+    python benchmarks/speed.py --minutes 9 --resume         what the file lacks, as far as nine minutes go
+    python benchmarks/speed.py --only "whole step,vision"   these sections again, the rest of the file stays
+    python benchmarks/speed.py --only lora_peak_gib --lora-microbatch 2 --memory checkpointed
+    python benchmarks/speed.py --options fast plain         fast paths on and off, side by side
+    python benchmarks/speed.py --growth --resume            against visual tokens, K, G and prompts
+    python benchmarks/speed.py --device cpu --preset tiny   tries the script out, in seconds
 
 Builds a paper backbone with random weights, measures this machine's ceilings (bfloat16 product, copy), then section by
 section: the names of docs/speed.md as ``{name: {"value": …, "inputs": {…}}}``, written after every measurement. Medians
 of at least five warm runs, each waited for; no profiler. `speed_baseline.py` says what the baseline is.
+
+Which are measured: all sections; with --resume those of which the file lacks a name; with --only exactly those that are
+named, whether the file has them or not. A file that is there is kept and added to. It must be of the same machine,
+preset and workload (visual and text tokens, G, K, answer, prompts, ...), otherwise give another --out. Microbatch,
+memory mode, questions, options and commit stand in the entries, so that those of several runs can be told apart; a
+ratio of two runs has a note.
+
+What fits: whole steps begin with microbatches of 4 and go down to 2 and 1 where memory runs out (--microbatch 8 begins
+with 8; --lora-microbatch does the same for LoRA). The train part tries `cached` with all prompts first, or with
+--microbatch at most so many. A section that fails is recorded under ``failures``, the others go on, and the exit code
+is 1. Nothing new is begun after --minutes: no section, model, try, warm-up or repeat.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import speed_evaluation
 import speed_growth
 import speed_sections
 import speed_steps
 import torch
-from speed_kit import FULL, ROOT, SMALL, Bench, OutOfTime, Results, about, ceilings, quiet
+from speed_kit import FULL, SMALL, Bench, OutOfTime, Sizes, about, ceilings, quiet
 from speed_options import parse_options
+from speed_results import ROOT, Results, put_lora_vs_full
 
 from realvr.families import FAMILIES
 from realvr.zoo.presets import PRESETS
@@ -54,34 +70,58 @@ TARGETS = {
 Section = tuple[Callable[[Bench], None], tuple[str, ...]]
 SECTIONS: dict[str, Section] = {
     "short passes": (speed_sections.short_passes, ("decode_bandwidth_fraction", "latent_bandwidth_fraction")),
+    "whole step": (speed_steps.whole_step, ("rl_step_seconds", "step_ratio_paper", "step_ratio_release")),
+    "LoRA step": (speed_steps.lora_step, ("lora_peak_gib", "lora_vs_full")),
+    "LoRA": (speed_sections.lora_evidence, ("evidence_overhead_1_lora",)),
     "train part": (
         speed_sections.train_part,
         ("train_part_ratio_paper", "train_part_ratio_release", "evidence_overhead_1_full", "evidence_overhead_8"),
     ),
-    "generate": (speed_sections.against_generate, ("decode_vs_generate", "decode_vs_generate_8")),
     "vision": (speed_sections.vision, ("vision_ratio",)),
     "stage 1": (speed_sections.stage1, ("stage1_matmul_fraction",)),
-    "whole step": (speed_steps.whole_step, ("rl_step_seconds", "step_ratio_paper", "step_ratio_release")),
-    "LoRA": (speed_sections.lora_evidence, ("evidence_overhead_1_lora",)),
-    "LoRA step": (speed_steps.lora_step, ("lora_vs_full", "lora_peak_gib")),
-    "evaluation": (speed_steps.evaluation, ("eval_gpu_wait",)),
+    "evaluation": (speed_evaluation.evaluation, ("eval_gpu_wait",)),
     "long step": (speed_steps.long_step, ("rl_step_seconds_192",)),
+    "generate": (speed_sections.against_generate, ("decode_vs_generate", "decode_vs_generate_8")),
 }
 """In order of value: a run that is cut off has the first ones."""
+DERIVED = ("lora_vs_full",)
+"""Made of what two sections measure, whichever comes last."""
+
+
+def named(name: str, sizes: Sizes) -> str:
+    """A name of the sections as it is in the file: with the numbers of this workload."""
+    if name.endswith("_192"):
+        return name.replace("_192", f"_{sizes.long_answer}")
+    return name.replace("_8", f"_{sizes.prompts}") if name.endswith("_8") else name
 
 
 def table(results: Results) -> str:
     """Everything measured, with targets where there are any."""
-    rows = [f"{'name':<30} {'value':>10} {'target':>9}   inputs"]
+    rows = [f"{'name':<30} {'value':>10} {'target':>9}   {'commit':<8} {'options':<8}   inputs"]
     for name in results.names():
         entry = results.content[name]
         sign, target = TARGETS.get(name, ("", None))
-        value = entry["value"]
+        value, inputs = entry["value"], entry["inputs"]
         shown = f"{value:10.4g}" if isinstance(value, (int, float)) else f"{value!s:>10}"
-        brief = {k: v for k, v in entry["inputs"].items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
-        said = ", ".join(f"{key} {number:.4g}" for key, number in brief.items())
-        rows.append(f"{name:<30} {shown} {f'{sign} {target:g}' if target is not None else '':>9}   {said}")
+        aim = f"{sign} {target:g}" if target is not None else ""
+        rows.append(f"{name:<30} {shown} {aim:>9}   {_origin(inputs)}   {_brief(inputs)}")
     return "\n".join([*rows, *_side_by_side(results)])
+
+
+def _origin(inputs: Mapping[str, Any]) -> str:
+    """Commit and options that an entry was measured with; a commit with a mark has changes that are not in it."""
+    commit = inputs.get("commit") or "-"
+    short = commit[:7] + ("+" if commit.endswith("-dirty") else "")
+    return f"{short:<8} {inputs.get('options') or '-':<8}"
+
+
+def _brief(inputs: Mapping[str, Any]) -> str:
+    """Inputs that are numbers or say something; the baseline's share of the ceiling first."""
+    first = ("baseline_matmul_fraction", "memory", "note")
+    told = [f"{key} {inputs[key]:.4g}" for key in first[:1] if inputs.get(key) is not None]
+    told += [f"{key} {inputs[key]}" for key in first[1:] if inputs.get(key) is not None]
+    numbers = {k: v for k, v in inputs.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+    return ", ".join([*told, *(f"{key} {number:.4g}" for key, number in numbers.items() if key not in first)])
 
 
 def _side_by_side(results: Results) -> list[str]:
@@ -98,28 +138,24 @@ def _side_by_side(results: Results) -> list[str]:
     return rows
 
 
-def chosen(only: list[str], results: Results, resume: bool) -> list[str]:
-    """Sections to run, by their own names or by the names they measure."""
+def chosen(only: list[str], results: Results, sizes: Sizes) -> list[str]:
+    """Sections to run, by their own names or by the names they measure; what is named is measured in any case."""
     known = [*SECTIONS, *(name for _, names in SECTIONS.values() for name in names)]
     for name in only:
         if name not in known:
             raise SystemExit(f"--only {name}: there is no such name; choose from: {', '.join(known)}")
-    wanted = []
-    for section, (_, names) in SECTIONS.items():
-        if (only and section not in only and not set(names) & set(only)) or (
-            resume and all(name in results for name in names)
-        ):
-            continue
-        wanted.append(section)
-    return wanted
+    if only:
+        return [section for section, (_, names) in SECTIONS.items() if {section, *names} & set(only)]
+    measured = {s: [named(name, sizes) for name in names if name not in DERIVED] for s, (_, names) in SECTIONS.items()}
+    return [section for section, names in measured.items() if results.lacks(names)]
 
 
 def measure(bench: Bench, sections: list[str]) -> list[str]:
-    """Run the sections; returns those that were not finished in time, or did not fit."""
-    left = []
-    try:
-        ceilings(bench)
-    except OutOfTime:
+    """Run the sections; returns those that were not finished in time, or failed. Failures are in the file, too."""
+    left: list[str] = []
+    if not sections:
+        return left
+    if attempt(bench, "ceilings", ceilings) is not None:
         return sections
     for section in sections:
         begun = time.monotonic()
@@ -127,16 +163,31 @@ def measure(bench: Bench, sections: list[str]) -> list[str]:
             left.append(section)
             continue
         print(f"{section}:", flush=True)
-        try:
-            SECTIONS[section][0](bench)
-        except OutOfTime:
-            left.append(f"{section} (cut off)")
-        except torch.OutOfMemoryError as error:
-            left.append(f"{section} (does not fit: {str(error).splitlines()[0]})")
-            bench.drop()
+        if (said := attempt(bench, section, SECTIONS[section][0])) is not None:
+            left.append(f"{section} ({said})")
         print(f"  {time.monotonic() - begun:.1f} s in all", flush=True)
-        bench.clear()
     return left
+
+
+def attempt(bench: Bench, section: str, run: Callable[[Bench], object]) -> str | None:
+    """Run one section and give its memory back; returns why it was not finished, None where it was."""
+    said = None
+    try:
+        run(bench)
+        bench.results.passed(section)
+    except OutOfTime:
+        said = "cut off"
+    except Exception as error:  # another section may do better
+        traceback.print_exc()
+        said = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+        bench.results.fail(section, said)
+    try:  # outside: the traceback would keep what the section held
+        if said is not None:
+            bench.drop()
+        bench.clear()
+    except RuntimeError as error:  # the device itself has failed: what follows will, too
+        print(f"  after {section}: {error}", flush=True)
+    return said
 
 
 def parse() -> argparse.Namespace:
@@ -144,13 +195,21 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--preset", default="Qwen2.5-VL-7B", choices=[*PRESETS, "tiny", "mini"])
     parser.add_argument("--family", default="qwen2.5-vl", choices=list(FAMILIES), help="of a tiny or mini model")
-    parser.add_argument("--only", default="", help="sections or names, with commas between them")
+    parser.add_argument("--only", default="", help="sections or names, with commas between them: measured again")
     parser.add_argument("--minutes", type=float, default=60.0, help="nothing new is begun after that")
-    parser.add_argument("--resume", action="store_true", help="leave out what the file has")
+    parser.add_argument("--resume", action="store_true", help="leave out what the file has, but for what --only names")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--questions", type=int, help="of the evaluation, where 800 take too long")
     parser.add_argument("--prompts", type=int, help="of a step, where 8 do not fit")
-    parser.add_argument("--microbatch", type=int, help="of a step, the largest that is tried")
+    parser.add_argument(
+        "--microbatch",
+        type=int,
+        help="the largest that is tried; otherwise 4 in whole steps, all prompts in the train part",
+    )
+    parser.add_argument("--lora-microbatch", type=int, help="the same for whole steps with LoRA; otherwise 4")
+    modes = speed_sections.MODES
+    parser.add_argument("--memory", choices=modes, help="mode of whole steps; otherwise as the package has it")
+    parser.add_argument("--ready", action="store_true", help="evaluate once more, with all pictures ready")
     parser.add_argument(
         "--options",
         nargs="+",
@@ -174,22 +233,24 @@ def place(args: argparse.Namespace, device: torch.device) -> Path:
     return folder / f"{gpu}-{args.preset.lower()}{ending}.json"
 
 
-def main() -> None:
+def main() -> int:
     args = parse()
     if args.demo:
         print(speed_growth.demo_shares(args.demo))
-        return
+        return 0
     quiet()
     device, small = torch.device(args.device), args.preset in ("tiny", "mini")
     sizes = SMALL if small else FULL
     sizes = replace(sizes, questions=args.questions or sizes.questions, prompts=args.prompts or sizes.prompts)
-    sizes = replace(sizes, microbatch=args.microbatch)
+    sizes = replace(sizes, microbatch=args.microbatch, lora_microbatch=args.lora_microbatch, memory=args.memory)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     preset = f"{args.preset}:{args.family}" if small else args.preset
     head = about(sizes, preset, device, dtype, args.repeats)
     results = Results(place(args, device), head, args.resume)
     bench = Bench(preset, device, dtype, sizes, args.repeats, time.monotonic() + 60 * args.minutes, results)
+    bench.ready = args.ready
     sets = {text: parse_options(text, device) for text in args.options}
+    only = [name for name in args.only.split(",") if name]
     left: list[str] = []
     for text, options in sets.items():
         bench.drop()
@@ -198,14 +259,17 @@ def main() -> None:
         results.note_options(text, options.facts())
         print(f"options {text}: {', '.join(f'{key}={value}' for key, value in options.facts().items())}", flush=True)
         if args.growth:
-            speed_growth.measure(bench)
-            return
-        wanted = chosen([name for name in args.only.split(",") if name], results, args.resume)
-        left += [f"{section} [{text}]" for section in measure(bench, wanted)]
+            attempt(bench, "growth", speed_growth.measure)
+            return int(results.failed)
+        left += [f"{section} [{text}]" for section in measure(bench, chosen(only, results, sizes))]
+        put_lora_vs_full(results)
     print(f"\n{head['gpu'] or head['cpu']}, {preset}, commit {head['commit']}\n{table(results)}\n{results.path}")
     if left:
         print(f"not measured: {'; '.join(left)}")
+    for section, failure in results.content.get("failures", {}).items():
+        print(f"failed: {section}: {failure['error']} (commit {failure['commit']})")
+    return int(results.failed)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

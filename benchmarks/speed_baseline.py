@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 from foundation import generate_inputs, generate_options
-from speed_kit import ROOT, Bench, Timing
+from speed_kit import Bench
 from speed_options import stock_layers
+from speed_results import ROOT, Timing
 
 sys.path.append(str(ROOT / "reference"))
 
@@ -150,10 +151,10 @@ def naive_seconds(bench: Bench, kind: str) -> tuple[float, dict[str, Any]]:
         timing = time_stock(bench, label, lambda: naive_pass(backbone, given), like="naive")
         readout = partial(naive_readout, backbone, given[0])
         answer = time_stock(bench, f"naive {kind}, 1 readout", readout, like="naive")
-        if name not in bench.results:
-            done = bench.flops(label, lambda: naive_pass(backbone, given))
-            fraction = done / timing.seconds / bench.tflops / 1e12
-            bench.results.put(name, fraction, flops=done, counted="recomputed layers included")
+        done = _counted(bench, name) or bench.flops(label, lambda: naive_pass(backbone, given))
+    fraction = round(done / timing.seconds / bench.tflops / 1e12, 6)
+    facts = {"flops": done, "counted": "recomputed layers included", "text_tokens": bench.text_tokens}
+    bench.results.put(name, fraction, seconds=timing.seconds, **facts)
     times = bench.sizes.group if release else 1
     answers = len(given[0].answers)
     passes = len(given[0].completions) + bench.sizes.latents
@@ -166,9 +167,19 @@ def naive_seconds(bench: Bench, kind: str) -> tuple[float, dict[str, Any]]:
         "readout_seconds": round(answer.seconds, 5),
         "readouts": answers,
         "peak_gib": timing.peak_gib,
-        "matmul_fraction": bench.results.value(name),
+        "baseline_matmul_fraction": fraction,
         "passes": passes * times + answers,
+        "text_tokens": bench.text_tokens,
     }
+
+
+def _counted(bench: Bench, name: str) -> int | None:
+    """Operations in the file, where they are those of this commit and these inputs."""
+    known, commit = bench.results.inputs(name), bench.results.commit
+    if commit is None or commit.endswith("-dirty"):
+        return None
+    same = known.get("commit") == commit and known.get("text_tokens") == bench.text_tokens
+    return int(known["flops"]) if same else None
 
 
 def repeated(measured: float, readouts: float, times: int) -> float:

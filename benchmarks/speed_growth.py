@@ -2,21 +2,25 @@
 
 Each series changes one size and leaves the others. The exponent is the slope of a least-squares line through the
 logarithms, with the root mean square of what it leaves; ``last`` is the slope between the two largest sizes, where
-fixed costs matter least. Attention's own term is quadratic in the visual tokens; nothing should grow faster.
+fixed costs matter least. ``above_gib`` is the peak without what was held before the pass, which is the weights.
+Attention's own term is quadratic in the visual tokens; nothing should grow faster.
+
+The point that all series share is measured once, and every point is written as soon as it is known.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from speed_kit import Bench, OutOfTime, Sizes
-from speed_sections import cut, sampling, train_pass
+from speed_kit import Bench, OutOfTime, Sizes, held_gib
+from speed_sections import TrainPass, cut, sampling
 
+from realvr.errors import out_of_memory
 from realvr.latent.group_rollout import rollout
 from realvr.runs.files import read_json
 
@@ -54,66 +58,111 @@ def resized(sizes: Sizes, series: str, value: int, grids: Sequence[tuple[int, in
     return replace(sizes, **{series: value})
 
 
-def point(bench: Bench, sizes: Sizes, prompts: int, memory: str) -> dict[str, dict[str, Any]]:
+Key = tuple[int, int, int, int]
+"""Visual tokens, latents, completions and prompts of a point."""
+
+
+def point(bench: Bench, sizes: Sizes, prompts: int, memory: str) -> dict[str, Any]:
     """Rollout and train part of one size."""
     whole, bench.sizes = bench.sizes, sizes
     try:
-        backbone, fast, found = bench.backbone(), bench.switched().fast, {}
-        asked = bench.prompts(prompts)
-
-        def sample() -> object:
-            return rollout(
-                backbone, asked, group=sizes.group, sampling=sampling(bench), latents=sizes.latents, fast=fast
-            )
-
-        batches = cut(bench, prompts, prompts)
-        work = {"rollout": sample}
-        for name, evidence in (("LVR-RL", False), ("ReaLVR", True)):
-            if sizes.latents or not evidence:
-                work[name] = train_pass(bench, batches, memory, evidence)
-        for name, run in work.items():
-            try:
-                timing = bench.time("", run, keep=False)
-                found[name] = {"seconds": round(timing.seconds, 5), "peak_gib": timing.peak_gib}
-            except torch.OutOfMemoryError:
-                found[name] = {"seconds": None, "peak_gib": None, "error": "does not fit"}
-                bench.clear()
-        return found
+        found: dict[str, Any] = {}
+        for name in WORK:
+            if name == "ReaLVR" and not sizes.latents:
+                continue  # nothing to hold the evidence against
+            found[name] = _work(bench, name, prompts, memory)
+            if "error" in found[name]:
+                bench.drop()  # with the gradients that the pass has left
+            bench.clear()
+        return {**found, "commit": bench.results.commit}
     finally:
         bench.sizes = whole
 
 
-def measure(bench: Bench, memory: str = "checkpointed-prefill") -> None:
-    """All series, into the file of results."""
+def _work(bench: Bench, name: str, prompts: int, memory: str) -> dict[str, Any]:
+    """One kind of work on one size; after a return nothing of it is held any more."""
+    sizes, device = bench.sizes, bench.device
+    try:
+        backbone, fast = bench.backbone(), bench.switched().fast
+        run: Callable[[], object]
+        if name == "rollout":
+            options = {"group": sizes.group, "sampling": sampling(bench), "latents": sizes.latents, "fast": fast}
+            run = partial(rollout, backbone, bench.prompts(prompts), **options)
+        else:
+            run = TrainPass(bench, cut(bench, prompts, prompts), memory, name == "ReaLVR")
+        held = held_gib(device)
+        timing = bench.time("", run, keep=False)
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        return {"seconds": None, "peak_gib": None, "error": "does not fit"}
+    peak = timing.most_gib
+    above = None if peak is None or held is None else round(peak - held, 3)
+    facts = {"seconds": round(timing.seconds, 5), "peak_gib": peak, "held_gib": held, "above_gib": above}
+    return facts | {"reserved_gib": timing.reserved_gib}
+
+
+def key_of(sizes: Sizes, prompts: int) -> Key:
+    return sizes.visual, sizes.latents, sizes.group, prompts
+
+
+def measure(bench: Bench, memory: str = "checkpointed-prefill") -> bool:
+    """All series, into the file of results; whether they are complete."""
     small = bench.sizes.visual < GRIDS[0][0] * GRIDS[0][1]
     grids, all_series = (SMALL_GRIDS, SMALL_SERIES) if small else (GRIDS, SERIES)
-    for series, values in all_series.items():
-        if series in bench.results:
-            continue
-        points: list[dict[str, Any]] = []
-        try:
-            for value in values:
-                sizes = resized(bench.sizes, series, value, grids)
-                prompts = value if series == "prompts" else 1
-                points.append({series: value, **point(bench, sizes, prompts, memory)})
-                said = ", ".join(f"{name} {points[-1][name]['seconds']} s" for name in WORK if name in points[-1])
-                print(f"{series} {value}: {said}", flush=True)
-                bench.clear()
-        except OutOfTime:
-            print(f"{series}: cut off after {len(points)} of {len(values)} sizes", flush=True)
-        if len(points) == len(values):
-            others = {"memory": memory, "prompts": 1 if series != "prompts" else None}
-            bench.results.put(series, exponents(series, points), points=points, **others)
+    plan = {
+        series: {
+            value: (resized(bench.sizes, series, value, grids), value if series == "prompts" else 1) for value in values
+        }
+        for series, values in all_series.items()
+    }
+    known = _known(bench, plan) if bench.results.resume else {}
+    complete = False
+    try:
+        for series, sizes_of in plan.items():
+            points: list[dict[str, Any]] = []
+            for value, (sizes, prompts) in sizes_of.items():
+                key = key_of(sizes, prompts)
+                if key not in known:
+                    bench.in_time()
+                    known[key] = point(bench, sizes, prompts, memory)
+                points.append({series: value, **known[key]})
+                _put(bench, series, points, len(sizes_of), memory)
+        complete = True
+    except OutOfTime:
+        print("cut off; --resume goes on", flush=True)
     for series in (name for name in bench.results.names() if name in all_series):
         for name, fitted in bench.results.content[series]["value"].items():
             print(f"{series:<10} {name:<24} {fitted}", flush=True)
+    return complete
+
+
+def _known(bench: Bench, plan: Mapping[str, Mapping[int, tuple[Sizes, int]]]) -> dict[Key, dict[str, Any]]:
+    """Points of an earlier run with the same options that was cut off."""
+    known: dict[Key, dict[str, Any]] = {}
+    for series, sizes_of in plan.items():
+        before = bench.results.inputs(series)
+        for each in before.get("points", []) if before.get("options") == bench.results.options else []:
+            if (value := each.get(series)) in sizes_of:
+                known[key_of(*sizes_of[value])] = {name: part for name, part in each.items() if name != series}
+    return known
+
+
+def _put(bench: Bench, series: str, points: list[dict[str, Any]], wanted: int, memory: str) -> None:
+    """The series as far as it is known."""
+    said = ", ".join(f"{name} {points[-1][name]['seconds']} s" for name in WORK if name in points[-1])
+    print(f"{series} {points[-1][series]}: {said}", flush=True)
+    facts: dict[str, Any] = {"memory": memory, "prompts": 1 if series != "prompts" else None}
+    if len(commits := {each.get("commit") for each in points}) > 1:
+        facts["note"] = f"points of several commits: {', '.join(sorted(map(str, commits)))}"
+    bench.results.put(series, exponents(series, points), points=points, complete=len(points) == wanted, **facts)
 
 
 def exponents(series: str, points: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Fits of time and memory for each kind of work; memory above what the smallest size takes is in the points."""
+    """Fits of time and memory for each kind of work, memory as a whole and above what was held before."""
     found: dict[str, Any] = {}
     for name in WORK:
-        for quantity in ("seconds", "peak_gib"):
+        for quantity in ("seconds", "peak_gib", "above_gib"):
             known = [(p[series], p[name][quantity]) for p in points if name in p and p[name].get(quantity)]
             if known and (fitted := fit(*zip(*known, strict=True))) is not None:
                 found[f"{name}, {quantity}"] = fitted

@@ -1,33 +1,26 @@
-"""What the sections of `speed.py` share: sizes, clocks, the machine's ceilings, and the file of results."""
+"""What the sections of `speed.py` share: sizes, clocks, the model, and the machine's ceilings."""
 
 from __future__ import annotations
 
 import gc
-import json
-import os
-import platform
-import statistics
-import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 from memory import QUESTION, Case, _prompt, model, rl_batch
 from speed_flops import attention_formulas
 from speed_options import Options, Switched
+from speed_results import ROOT as ROOT
+from speed_results import Results, Timing, machine
 from torch.utils.flop_counter import FlopCounterMode
 
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.types import Prompt
-from realvr.runs.files import read_json, write_json
 from realvr.training.estimate import decoder_of, weights_of
 from realvr.training.rl_batch import RlBatch
 
-ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
 
 
@@ -42,7 +35,9 @@ class Sizes:
     answer: int = 64
     long_answer: int = 192  # the paper's limit
     prompts: int = 8
-    microbatch: int | None = None  # the largest one that is tried in a whole step; otherwise all prompts
+    microbatch: int | None = None  # the largest that is tried; None: `STEP_MICROBATCH` in a whole step, else all
+    lora_microbatch: int | None = None  # the same of a whole step with adapters
+    memory: str | None = None  # mode of whole steps; None: as the package has it
     row: int = 4000  # tokens of a packed row of Stage 1
     rank: int = 16  # of LoRA
     questions: int = 800  # of an evaluation
@@ -54,18 +49,30 @@ class Sizes:
     def visual(self) -> int:
         return self.grid[0] * self.grid[1]
 
+    def microbatches(self, largest: int | None) -> list[int]:
+        """Sizes of microbatches to try, the largest first; all prompts fit into a number of them."""
+        most = min(largest or self.prompts, self.prompts)
+        return [size for size in range(most, 0, -1) if self.prompts % size == 0]
+
+    def workload(self) -> dict[str, Any]:
+        """What is the same for all entries of a file; the others say it themselves."""
+        return {name: value for name, value in asdict(self).items() if name not in PER_ENTRY}
+
     def case(self, **changes: Any) -> Case:
         """The workload as `memory.py` calls it."""
         named = {"grid": self.grid, "group": self.group, "answer": self.answer, "latents": self.latents}
         return Case("speed", "", **{**named, **changes})
 
 
+PER_ENTRY = ("microbatch", "lora_microbatch", "memory", "questions")
+STEP_MICROBATCH = 4
+"""Of a whole step where none is asked for: with 8, a step at the 7B shape does not fit in 139 GiB."""
 FULL = Sizes()
 SMALL = Sizes(
     grid=(3, 4),  # Stage 1 takes eight of them as targets
     group=2,
     latents=2,
-    text=40,
+    text=90,  # options and instruction of a whole step take 75
     answer=3,
     long_answer=4,
     prompts=2,
@@ -83,21 +90,8 @@ class OutOfTime(Exception):
     """The minutes are used up."""
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of each repeat, and the most memory in use."""
-
-    each: list[float]
-    peak_gib: float | None
-    """None off a GPU."""
-
-    @property
-    def seconds(self) -> float:
-        return statistics.median(self.each)
-
-    def facts(self) -> dict[str, Any]:
-        each = [round(value, 6) for value in self.each]
-        return {"seconds": round(self.seconds, 6), "each": each, "peak_gib": self.peak_gib}
+class DoesNotFit(Exception):
+    """In no way that was tried."""
 
 
 def wait(device: torch.device) -> None:
@@ -110,22 +104,44 @@ def peak_gib(device: torch.device) -> float | None:
     return round(torch.cuda.max_memory_allocated() / GIB, 3) if device.type == "cuda" else None
 
 
-def timed(run: Callable[[], object], device: torch.device, repeats: int, deadline: float, warm: int = 1) -> Timing:
-    """``warm`` runs that do not count, then ``repeats`` that do, each waited for."""
-    for _ in range(warm):
-        run()
+def reserved_gib(device: torch.device) -> float | None:
+    return round(torch.cuda.max_memory_reserved() / GIB, 3) if device.type == "cuda" else None
+
+
+def held_gib(device: torch.device) -> float | None:
+    """In use now."""
+    return round(torch.cuda.memory_allocated() / GIB, 3) if device.type == "cuda" else None
+
+
+def reset_peak(device: torch.device) -> None:
     wait(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+
+
+def in_time(deadline: float) -> None:
+    """Nothing new is begun after the deadline."""
+    if time.monotonic() > deadline:
+        raise OutOfTime
+
+
+def timed(run: Callable[[], object], device: torch.device, repeats: int, deadline: float, warm: int = 1) -> Timing:
+    """``warm`` runs that do not count, then ``repeats`` that do, each waited for."""
+    reset_peak(device)
+    for _ in range(warm):
+        in_time(deadline)
+        run()
+    wait(device)
+    first = peak_gib(device) if warm else None
+    reset_peak(device)
     each = []
     for _ in range(repeats):
-        if time.monotonic() > deadline:
-            raise OutOfTime
+        in_time(deadline)
         begun = time.perf_counter()
         run()
         wait(device)
         each.append(time.perf_counter() - begun)
-    return Timing(each, peak_gib(device))
+    return Timing(each, peak_gib(device), first, reserved_gib(device))
 
 
 def flops(run: Callable[[], object]) -> int:
@@ -133,86 +149,6 @@ def flops(run: Callable[[], object]) -> int:
     with FlopCounterMode(display=False, custom_mapping=attention_formulas()) as counter:
         run()
     return int(counter.get_total_flops())
-
-
-# ---------------------------------------------------------------------- the file
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """Where and with what something was measured."""
-    packages = {}
-    for name in ("torch", "transformers", "peft", "accelerate"):
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            packages[name] = None
-    gpu = torch.cuda.get_device_name() if device.type == "cuda" else None
-    return {"gpu": gpu, "cpu": platform.processor() or platform.machine(), "versions": packages, "commit": commit()}
-
-
-def commit() -> str | None:
-    """The commit of the tree, with a mark where files differ from it; ``REALVR_COMMIT`` where git is not there."""
-    if given := os.environ.get("REALVR_COMMIT"):
-        return given
-    try:
-        ask = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-        return subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-class Results:
-    """``{name: {"value": …, "inputs": {…}}}``, written after every measurement, with ``about`` and ``timings``."""
-
-    def __init__(self, path: Path, about: Mapping[str, Any], resume: bool) -> None:
-        self.path = path
-        self.content: dict[str, Any] = {"about": dict(about), "timings": {}}
-        self.commit = about["commit"]
-        self.beside: str | None = None
-        """Name of the options that are measured beside the others; None: results go to the top of the file."""
-        if resume and path.is_file():
-            self.content = read_json(path)
-            for name in ("gpu", "preset", "dtype", "sizes"):
-                if self.content["about"][name] != self._plain(about)[name]:
-                    raise SystemExit(f"{path}: was measured with another {name}; give another --out, or no --resume")
-
-    @staticmethod
-    def _plain(content: Mapping[str, Any]) -> dict[str, Any]:
-        return json.loads(json.dumps(content))
-
-    @property
-    def _place(self) -> dict[str, Any]:
-        if self.beside is None:
-            return self.content
-        return self.content.setdefault("beside", {}).setdefault(self.beside, {})
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._place
-
-    def value(self, name: str) -> float | None:
-        return self._place[name]["value"] if name in self else None
-
-    def note_options(self, name: str, facts: Mapping[str, str]) -> None:
-        """What a set of options switches on."""
-        self.content["about"].setdefault("options", {})[name] = dict(facts)
-
-    def put(self, name: str, value: object, **inputs: Any) -> None:
-        self._place[name] = {"value": _short(value), "inputs": {**inputs, "commit": self.commit}}
-        self.write()
-
-    def put_timing(self, label: str, timing: Timing) -> None:
-        self.content["timings"][label] = timing.facts()
-        self.write()
-
-    def write(self) -> None:
-        write_json(self.path, self.content)
-
-    def names(self) -> list[str]:
-        return [name for name in self.content if name not in ("about", "timings", "beside")]
-
-
-def _short(value: object) -> object:
-    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 # ---------------------------------------------------------------------- one run
@@ -233,11 +169,14 @@ class Bench:
     """Fast paths that are switched on."""
     name: str = ""
     """Of the options; part of the labels of what depends on them."""
+    ready: bool = False
+    """Whether an evaluation is run a second time, with all pictures ready."""
     cudnn: dict[str, bool] = field(default_factory=dict)
     """Stock calls that are faster with cuDNN's attention, or slower."""
     _backbone: Backbone | None = None
     _switched: Switched | None = None
     _rank: int | None = None
+    _asked: tuple[str, int] | None = None
     _timings: dict[str, Timing] = field(default_factory=dict)
     _flops: dict[str, int] = field(default_factory=dict)
 
@@ -247,6 +186,7 @@ class Bench:
         from realvr.training.sections import LoraSettings
 
         if self._backbone is None or self._rank != rank:
+            self.in_time()
             self.drop()
             torch.manual_seed(0)
             self._backbone, self._rank = model(self.preset, self.device, self.dtype), rank
@@ -261,6 +201,10 @@ class Bench:
         if self._switched is None or self._switched.backbone is not backbone:
             self._switched = Switched(backbone, self.options)
         return self._switched
+
+    def in_time(self) -> None:
+        """Raise `OutOfTime` once the minutes are used up; called before whatever takes long."""
+        in_time(self.deadline)
 
     def drop(self) -> None:
         """Forget the model, and give its memory back."""
@@ -303,7 +247,7 @@ class Bench:
     def keep(self, label: str, timing: Timing) -> Timing:
         self._timings[label] = timing
         self.results.put_timing(label, timing)
-        peak = f"{timing.peak_gib:8.1f} GiB" if timing.peak_gib is not None else ""
+        peak = f"{timing.most_gib:8.1f} GiB" if timing.most_gib is not None else ""
         print(f"  {label:<64} {timing.seconds:9.4f} s {peak}", flush=True)
         return timing
 
@@ -314,9 +258,20 @@ class Bench:
 
     def _question(self, backbone: Backbone) -> str:
         """So long that a prompt has about as many tokens of text as the workload says."""
-        short, long = (_prompt(backbone, self.sizes.grid, QUESTION * times) for times in (1, 2))
-        text = len(short) - sum(image.tokens for image in short.images)
-        return QUESTION * max(1, 1 + round((self.sizes.text - text) / (len(long) - len(short))))
+        if self._asked is None:
+            short, long = (_prompt(backbone, self.sizes.grid, QUESTION * times) for times in (1, 2))
+            more, text = len(long) - len(short), text_tokens(short)
+            times = max(1, 1 + round((self.sizes.text - text) / more))
+            self._asked = QUESTION * times, text + (times - 1) * more
+        return self._asked[0]
+
+    @property
+    def text_tokens(self) -> int:
+        """Of every prompt, those of whole steps too."""
+        if self._asked is None:
+            self._question(self.backbone(self._rank or 0))
+        assert self._asked is not None
+        return self._asked[1]
 
     def rl_batch(self, rows: int, rank: int = 0, **changes: Any) -> RlBatch:
         """A microbatch of Stage 2 with random completions."""
@@ -351,21 +306,26 @@ def ceilings(bench: Bench) -> None:
 
 
 def step_bytes(backbone: Backbone, rows: int, columns: int, head: bool) -> int:
-    """Bytes that one short pass must read: the weights of the layers (of a mixture of experts those that are hit at
-    most), the head, and the keys and values of ``columns`` columns."""
+    """Bytes that one short pass must read: the weights of the layers (of a mixture of experts those that so many rows
+    are expected to hit), the head, and the keys and values of ``columns`` columns."""
     decoder, weights = decoder_of(backbone.model), weights_of(backbone.model)
-    share = min(1.0, rows * decoder.experts_per_token / decoder.experts) if decoder.experts else 1.0
+    share = 1 - (1 - decoder.experts_per_token / decoder.experts) ** rows if decoder.experts else 1.0
     inside = [weight for weight in weights if weight.part == "layer"]
     read = sum(weight.bytes * (share if len(weight.shape) == 3 else 1.0) for weight in inside)
     cache = columns * 2 * decoder.key * decoder.itemsize * decoder.layers
     return int(read + cache + (decoder.vocab * decoder.width * decoder.itemsize if head else 0))
 
 
+def text_tokens(prompt: Prompt) -> int:
+    """Tokens of a prompt beside its pictures."""
+    return len(prompt) - sum(image.tokens for image in prompt.images)
+
+
 def about(bench_sizes: Sizes, preset: str, device: torch.device, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
     """The head of a file of results."""
     name = str(dtype).removeprefix("torch.")
     facts = {"preset": preset, "dtype": name, "weights": "random", "repeats": repeats, "statistic": "median"}
-    return {**machine(device), **facts, "sizes": asdict(bench_sizes)}
+    return {**machine(device), **facts, "sizes": bench_sizes.workload()}
 
 
 def quiet() -> None:

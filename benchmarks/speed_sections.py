@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from memory import sft_batch
 from speed_baseline import BASELINE, examples, generate, naive_pass, naive_seconds, stock, time_stock
-from speed_kit import Bench, Timing, flops, step_bytes
+from speed_kit import Bench, DoesNotFit, flops, step_bytes
+from speed_results import Timing
 
 from realvr.backbone.types import Prompt
+from realvr.errors import out_of_memory
 from realvr.latent.group_rollout import Rollout, decode, rollout
 from realvr.latent.sampling import Sampling
 from realvr.latent.span import prefill, score, splice, think
@@ -22,7 +23,10 @@ from realvr.training.methods.lvr_sft import LvrSft, LvrSftConfig
 from realvr.training.methods.realvr import ReaLVR, ReaLVRConfig
 from realvr.training.rl_batch import RlBatch
 
-MODES = ("checkpointed-prefill", "cached", "checkpointed")
+MODES = ("cached", "checkpointed-prefill", "checkpointed")
+"""In the order in which they are tried: the one that needs most memory first, while nothing else is held."""
+CACHED_TRIES = 3
+"""Sizes of microbatches that are tried with `cached`; smaller ones are slower."""
 
 
 def sampling(bench: Bench) -> Sampling:
@@ -70,7 +74,7 @@ def _logp_gap(bench: Bench, state: State) -> None:
 def _bandwidth(bench: Bench, name: str, timing: Timing, passes: int, needed: int, rows: int, **more: object) -> None:
     step, floor = timing.seconds / passes, needed / bench.bandwidth
     facts = {"step_ms": round(step * 1e3, 3), "floor_ms": round(floor * 1e3, 3), "bytes": needed, "passes": passes}
-    bench.results.put(name, floor / step, **facts, rows=rows, peak_gib=timing.peak_gib, **more)
+    bench.results.put(name, floor / step, **facts, rows=rows, **timing.peaks(), **more)
 
 
 @torch.no_grad()
@@ -103,12 +107,16 @@ def against_generate(bench: Bench) -> None:
         print("  stock generate is set up for Qwen models only: left out", flush=True)
         return
     single, ours = generate_seconds(bench, prompts[:1]), rollout_timing(bench, prompts[:1])
-    facts = {"latents": 0, "answer": sizes.answer, "group": sizes.group}
+    facts = {"latents": 0, "answer": sizes.answer, "group": sizes.group, "text_tokens": bench.text_tokens}
     _ratio(bench, "decode_vs_generate", ours, single, prompts=1, **facts)
-    ours, several = rollout_timing(bench, prompts), generate_seconds(bench, prompts)
+    ours, several = rollout_timing(bench, prompts), _in_one_call(bench, prompts)
     each = Timing([value * sizes.prompts for value in single.each], single.peak_gib)
-    better = min((several, each), key=lambda timing: timing.seconds)
-    beside = {"one_call_seconds": several.seconds, "one_by_one_seconds": each.seconds, "taken": "the faster of both"}
+    beside: dict[str, Any] = {"one_by_one_seconds": each.seconds}
+    if several is None:
+        better, beside["taken"] = each, "one by one: all in one call do not fit"
+    else:
+        better = min((several, each), key=lambda timing: timing.seconds)
+        beside |= {"one_call_seconds": several.seconds, "taken": "the faster of both"}
     _ratio(bench, f"decode_vs_generate_{sizes.prompts}", ours, better, prompts=sizes.prompts, **facts, **beside)
 
 
@@ -118,6 +126,17 @@ def generate_seconds(bench: Bench, prompts: list[Prompt]) -> Timing:
     with stock(backbone):
         run = generate(backbone, prompts, sizes.group, sizes.answer)
         return time_stock(bench, f"generate, {len(prompts)} x {sizes.group} x {sizes.answer}", run, like="generate")
+
+
+def _in_one_call(bench: Bench, prompts: list[Prompt]) -> Timing | None:
+    """Stock ``generate`` of all of them; None where they do not fit."""
+    try:
+        return generate_seconds(bench, prompts)
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+    bench.clear()
+    return None
 
 
 def rollout_timing(bench: Bench, prompts: list[Prompt]) -> Timing:
@@ -131,7 +150,7 @@ def rollout_timing(bench: Bench, prompts: list[Prompt]) -> Timing:
 
 
 def _ratio(bench: Bench, name: str, ours: Timing, theirs: Timing, **facts: Any) -> None:
-    peaks = {"peak_gib": ours.peak_gib, "baseline_peak_gib": theirs.peak_gib}
+    peaks = {**ours.peaks(), "baseline_peak_gib": theirs.peak_gib}
     seconds = {"seconds": ours.seconds, "baseline_seconds": theirs.seconds}
     bench.results.put(name, theirs.seconds / ours.seconds, **seconds, **peaks, **facts)
 
@@ -139,26 +158,35 @@ def _ratio(bench: Bench, name: str, ours: Timing, theirs: Timing, **facts: Any) 
 # ---------------------------------------------------------------------- the train part
 
 
-def train_pass(
-    bench: Bench, batches: list[RlBatch], memory: str, evidence: bool, rank: int = 0
-) -> Callable[[], torch.Tensor]:
+class TrainPass:
     """Forward and backward over microbatches of one step; the gradients are dropped."""
-    backbone, backward = bench.backbone(rank), bench.switched(rank).backward
-    weight = 0.2 if evidence else 0.0
-    config = ReaLVRConfig(type="realvr", memory=memory, lambda_ev=weight, **bench.options.passes())
-    module = Step(ReaLVR(backbone, config))
 
-    def run() -> torch.Tensor:
-        total = torch.zeros((), device=bench.device)
-        for batch in batches:
-            loss, _ = module(batch)
-            backward(loss)
+    def __init__(self, bench: Bench, batches: list[RlBatch], memory: str, evidence: bool, rank: int = 0) -> None:
+        self.batches, self.device = batches, bench.device
+        backbone, self.backward = bench.backbone(rank), bench.switched(rank).backward
+        weight = 0.2 if evidence else 0.0
+        config = ReaLVRConfig(type="realvr", memory=memory, lambda_ev=weight, **bench.options.passes())
+        self.method = ReaLVR(backbone, config)
+        self.module = Step(self.method)
+
+    def __call__(self) -> torch.Tensor:
+        total = torch.zeros((), device=self.device)
+        for batch in self.batches:
+            loss, _ = self.module(batch)
+            self.backward(loss)
             total += loss.detach()
-        for parameter in module.parameters():
+        for parameter in self.module.parameters():
             parameter.grad = None
         return total
 
-    return run
+    @property
+    def span_counts(self) -> dict[str, int] | None:
+        """Spans that were recorded, replayed, or run in the plain way after all; None where none is to be recorded."""
+        return span_counts(self.method)
+
+
+def span_counts(method: ReaLVR) -> dict[str, int] | None:
+    return None if method.recorded is None else dict(method.recorded.counts)
 
 
 def cut(bench: Bench, prompts: int, size: int, rank: int = 0) -> list[RlBatch]:
@@ -171,40 +199,70 @@ def cut(bench: Bench, prompts: int, size: int, rank: int = 0) -> list[RlBatch]:
     return batches
 
 
-def best_mode(bench: Bench, prompts: int, rank: int = 0) -> tuple[str, int]:
-    """Memory mode and microbatch of the fastest pass that fits; each is tried twice, and the second time counts."""
-    sizes = dict.fromkeys((prompts, max(1, prompts // 2), max(1, prompts // 4)))
-    found: dict[tuple[str, int], Timing] = {}
+def best_mode(bench: Bench) -> tuple[str, int] | None:
+    """Memory mode and microbatch of the fastest pass that fits, None where none does; each is tried twice, and the
+    second time counts. ``train_part_tries`` has them all."""
+    sizes = bench.sizes.microbatches(bench.sizes.microbatch)
+    tried: list[dict[str, Any]] = []
     for memory in MODES:
-        for size in sizes if memory == "cached" else [prompts]:
-            try:
-                run = train_pass(bench, cut(bench, prompts, size, rank), memory, True, rank)
-                found[memory, size] = bench.time("", run, repeats=1, keep=False)
-            except torch.OutOfMemoryError:
-                print(f"  {memory}, microbatches of {size}: does not fit", flush=True)
+        for size in sizes[:CACHED_TRIES] if memory == "cached" else sizes:
+            bench.in_time()
             bench.clear()
-    for (memory, size), timing in found.items():
-        bench.keep(f"try: {memory}, {prompts} prompts in microbatches of {size}, rank {rank} [{bench.name}]", timing)
-    return min(found, key=lambda mode: found[mode].seconds)
+            tried.append({"memory": memory, "microbatch": size, **_tried(bench, memory, size)})
+            print(f"  try: {', '.join(f'{key} {value}' for key, value in tried[-1].items())}", flush=True)
+            if "error" in tried[-1]:
+                bench.drop()  # with the gradients that the pass has left
+            elif memory != "cached":
+                break  # smaller microbatches only where that does not fit
+    bench.clear()
+    fitting = [each for each in tried if "seconds" in each]
+    best = min(fitting, key=lambda each: each["seconds"], default=None)
+    chosen = None if best is None else f"{best['memory']}, microbatches of {best['microbatch']}"
+    bench.results.put("train_part_tries", chosen, prompts=bench.sizes.prompts, tries=tried)
+    return None if best is None else (best["memory"], best["microbatch"])
+
+
+def _tried(bench: Bench, memory: str, size: int) -> dict[str, Any]:
+    """Seconds and peaks of one way; after a return nothing of it is held any more."""
+    try:
+        run = TrainPass(bench, cut(bench, bench.sizes.prompts, size), memory, True)
+        timing = bench.time("", run, repeats=1, keep=False)
+        return {"seconds": round(timing.seconds, 5), **timing.peaks(), "span_counts": run.span_counts}
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        return {"error": "does not fit"}
 
 
 def train_part(bench: Bench) -> None:
     """Forward and backward of one step, per prompt, against the plain reading of the paper; the cost of evidence."""
-    sizes, backbone = bench.sizes, bench.backbone()
-    memory, size = best_mode(bench, sizes.prompts)
-    ours = evidence_overhead(bench, f"evidence_overhead_{sizes.prompts}", sizes.prompts, memory, size)
+    sizes = bench.sizes
+    bench.drop()
+    mode = best_mode(bench)
+    ours = (
+        None if mode is None else evidence_overhead(bench, f"evidence_overhead_{sizes.prompts}", sizes.prompts, *mode)
+    )
+    bench.clear()
     evidence_overhead(bench, "evidence_overhead_1_full", 1, "cached", 1)
     bench.clear()
+    if mode is None or ours is None:
+        raise DoesNotFit(f"passes of {sizes.prompts} prompts fit in no memory mode; see train_part_tries")
     for kind in ("paper", "release"):
         seconds, facts = naive_seconds(bench, kind)
         each = ours.seconds / sizes.prompts
-        mode = {"memory": memory, "microbatch": size, "prompts": sizes.prompts, "our_peak_gib": ours.peak_gib}
-        bench.results.put(f"train_part_ratio_{kind}", seconds / each, seconds_per_prompt=each, **mode, **facts)
+        facts |= {"memory": mode[0], "microbatch": mode[1], "prompts": sizes.prompts, "our_peak_gib": ours.peak_gib}
+        bench.results.put(f"train_part_ratio_{kind}", seconds / each, seconds_per_prompt=each, **facts)
         bench.clear()
+    loss_gap(bench)
+
+
+def loss_gap(bench: Bench) -> None:
+    """The relative difference between the baseline's loss and ours on the same microbatch."""
+    backbone = bench.backbone()
     (batch,) = cut(bench, 1, 1)
     with stock(backbone, checkpointed=True):
         theirs = float(naive_pass(backbone, examples(backbone, batch, tower=False)).loss)
-    mine = float(train_pass(bench, [batch], "cached", True)())
+    mine = float(TrainPass(bench, [batch], "cached", True)())
     bench.results.put("loss_gap", abs(mine - theirs) / abs(theirs), ours=mine, baseline=theirs, of=BASELINE)
 
 
@@ -212,10 +270,11 @@ def evidence_overhead(bench: Bench, name: str, prompts: int, memory: str, size: 
     """What the evidence loss costs on top of LVR-RL: (ReaLVR - LVR-RL) / LVR-RL. Returns the time of ReaLVR."""
     batches = cut(bench, prompts, size, rank)
     place = f"{prompts} prompts, {memory}, microbatches of {size}" + (f", LoRA {rank}" if rank else "")
-    plain = bench.time(f"train part, LVR-RL, {place}", train_pass(bench, batches, memory, False, rank))
-    full = bench.time(f"train part, ReaLVR, {place}", train_pass(bench, batches, memory, True, rank))
-    facts = {"memory": memory, "microbatch": size, "rank": rank, "peak_gib": full.peak_gib}
-    seconds = {"lvr_rl_seconds": plain.seconds, "realvr_seconds": full.seconds}
+    plain = bench.time(f"train part, LVR-RL, {place}", TrainPass(bench, batches, memory, False, rank))
+    run = TrainPass(bench, batches, memory, True, rank)
+    full = bench.time(f"train part, ReaLVR, {place}", run)
+    facts = {"memory": memory, "microbatch": size, "rank": rank, **full.peaks(), "span_counts": run.span_counts}
+    seconds = {"lvr_rl_seconds": plain.seconds, "realvr_seconds": full.seconds, "text_tokens": bench.text_tokens}
     bench.results.put(name, full.seconds / plain.seconds - 1, **seconds, **facts)
     return full
 
@@ -251,4 +310,4 @@ def stage1(bench: Bench) -> None:
     needed = 3 * (forward - tower) + tower
     facts = {"tokens": batch.ids_RT.shape[1], "labelled": len(batch.labels_M), "flops": needed}
     fraction = needed / timing.seconds / bench.tflops / 1e12
-    bench.results.put("stage1_matmul_fraction", fraction, seconds=timing.seconds, peak_gib=timing.peak_gib, **facts)
+    bench.results.put("stage1_matmul_fraction", fraction, seconds=timing.seconds, **timing.peaks(), **facts)

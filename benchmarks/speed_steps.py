@@ -1,4 +1,4 @@
-"""Whole steps of `train rl` and whole evaluations, for `speed.py`: the package's own loop on data written first."""
+"""Whole steps of `train rl`, for `speed.py`: the package's own loop on data written first."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,22 +16,21 @@ import numpy as np
 import torch
 from PIL import Image
 from speed_baseline import naive_seconds
-from speed_kit import Bench, OutOfTime, Timing, peak_gib, wait
+from speed_kit import STEP_MICROBATCH, Bench, DoesNotFit, text_tokens, wait
 from speed_options import thick_adapters
-from speed_sections import generate_seconds
+from speed_results import Timing, put_lora_vs_full
+from speed_sections import generate_seconds, span_counts
 
+from realvr.backbone.backbone import Backbone
+from realvr.backbone.samples import conversation
 from realvr.data.sample import ImageRef, Sample
-from realvr.errors import UserError
-from realvr.evaluation.asking import ImageLoader
-from realvr.evaluation.model_responder import ModelResponder
-from realvr.evaluation.questions import Questions
-from realvr.evaluation.runner import EvalSettings, evaluate
-from realvr.latent.sampling import Sampling
+from realvr.errors import UserError, out_of_memory
 from realvr.training import loop
 from realvr.training.checkpoints import Progress
 from realvr.training.engine import start_engine
 from realvr.training.method import Run
 from realvr.training.methods.realvr import ReaLVR
+from realvr.training.prompts import PromptBatch
 from realvr.training.settings import RlSettings
 from realvr.training.sources import training_data
 from realvr.training.tracking import Tracker
@@ -49,7 +47,24 @@ def picture(number: int, width: int, height: int) -> Image.Image:
     return Image.fromarray(small).resize((width, height), Image.Resampling.BILINEAR)
 
 
-def write_samples(folder: Path, count: int, pictures: int, width: int, height: int) -> Path:
+def question(backbone: Backbone, image: Image.Image, pictures: int, wanted: int) -> str:
+    """So long that a prompt of a whole step, with its options and instruction, has ``wanted`` tokens of text; as near
+    as the tokenizer allows."""
+    ready, refs = backbone.processor(image), [ImageRef("")] * pictures
+
+    def off(length: int) -> int:
+        asked = Sample.ask("", refs, text[:length], "A", choices=CHOICES)
+        return text_tokens(backbone.prompt(conversation(asked, [ready] * pictures))) - wanted
+
+    text = QUESTION * (1 + wanted // 8)
+    low, high = 1, len(text)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if off(middle) < 0 else (low, middle)
+    return text[: min(range(max(1, low - 8), low + 8), key=lambda length: abs(off(length)))]
+
+
+def write_samples(folder: Path, count: int, pictures: int, width: int, height: int, asked: str = QUESTION) -> Path:
     """Questions with as many pictures each, and evidence boxes, as JSON lines."""
     (folder / "images").mkdir(parents=True)
     rows = []
@@ -59,8 +74,8 @@ def write_samples(folder: Path, count: int, pictures: int, width: int, height: i
             picture(number * pictures + index, width, height).save(folder / name)
         x, y = np.random.default_rng(number).uniform(0.05, 0.6, 2).tolist()
         boxes = [{"image": 0, "xyxy": [x, y, x + 0.25, y + 0.2]}]
-        asked = {"question": QUESTION * 4, "choices": CHOICES, "answer": "ABCD"[number % 4]}
-        rows.append({"id": f"speed-{number}", "images": names, **asked, "boxes": boxes})
+        row = {"id": f"speed-{number}", "images": names, "question": asked, "choices": CHOICES}
+        rows.append({**row, "answer": "ABCD"[number % 4], "boxes": boxes})
     path = folder / "samples.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
@@ -75,6 +90,18 @@ class Parts:
 
     device: torch.device
     each: dict[str, list[float]] = field(default_factory=dict)
+    text: set[int] = field(default_factory=set)
+    """Tokens of text that prompts had."""
+
+    def counted(self, take: Callable[[], list[PromptBatch]]) -> Callable[[], list[PromptBatch]]:
+        """The function, the text of its prompts noted."""
+
+        def run() -> list[PromptBatch]:
+            found = take()
+            self.text |= {text_tokens(prompt) for batch in found for prompt in batch.prompts}
+            return found
+
+        return run
 
     def clocked(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, its time added to part ``name`` of the step."""
@@ -101,7 +128,7 @@ def rl_settings(bench: Bench, data: Path, out: Path, rank: int, microbatch: int,
     """As a settings file would have it."""
     sizes = bench.sizes
     method: dict[str, Any] = {"type": "realvr", "group": sizes.group, "max_new": answer, "stop_at_answer": False}
-    method |= bench.options.method(microbatch)
+    method |= bench.options.method(microbatch) | ({"memory": sizes.memory} if sizes.memory else {})
     return RlSettings.model_validate(
         {
             "model": {"path": bench.preset, "dtype": str(bench.dtype).removeprefix("torch."), "latents": sizes.latents},
@@ -128,9 +155,11 @@ def pictures(bench: Bench) -> tuple[int, int, int]:
 @contextmanager
 def stage2(bench: Bench, rank: int, microbatch: int, answer: int) -> Iterator[tuple[loop.Run, Parts]]:
     """A run of Stage 2 between its steps, on a fresh model; the model is dropped afterwards."""
-    size = pictures(bench)
+    bench.drop()
+    count, width, height = pictures(bench)
     with tempfile.TemporaryDirectory() as scratch:
-        data = write_samples(Path(scratch) / "data", 2 * bench.sizes.prompts, *size)
+        asked = question(bench.backbone(), picture(0, width, height), count, bench.text_tokens)
+        data = write_samples(Path(scratch) / "data", 2 * bench.sizes.prompts, count, width, height, asked)
         settings = rl_settings(bench, data, Path(scratch) / "run", rank, microbatch, answer)
         engine = start_engine(cpu=bench.device.type == "cpu")
         engine.seed(0)
@@ -142,7 +171,8 @@ def stage2(bench: Bench, rank: int, microbatch: int, answer: int) -> Iterator[tu
             thick_adapters(method.backbone)
         engine.prepare(method.module, settings.optim)
         parts = Parts(bench.device)
-        method.prompts.take = parts.clocked("encode", method.prompts.take)  # type: ignore[method-assign]
+        take = parts.clocked("encode", method.prompts.take)
+        method.prompts.take = parts.counted(take)  # type: ignore[method-assign]
         method.collect = parts.clocked("collect", method.collect)  # type: ignore[method-assign]
         engine.step = parts.clocked("optimizer", engine.step)  # type: ignore[method-assign]
         try:
@@ -156,28 +186,51 @@ def stage2(bench: Bench, rank: int, microbatch: int, answer: int) -> Iterator[tu
 
 def rl_step(bench: Bench, rank: int, answer: int) -> tuple[Timing, dict[str, Any]]:
     """A whole step of ``train rl`` in the largest microbatches that fit."""
-    label = f"train rl step, {bench.sizes.prompts} prompts, {answer} tokens, rank {rank}"
-    microbatch = min(bench.sizes.microbatch or bench.sizes.prompts, bench.sizes.prompts)
-    while True:
-        try:
-            with stage2(bench, rank, microbatch, answer) as (run, parts):
-                timing = bench.time(label, lambda: loop.train_step(run))
-                return timing, {"microbatch": microbatch, "rank": rank, "parts": parts.medians(timing.seconds)}
-        except (torch.OutOfMemoryError, UserError) as error:
-            if microbatch == 1 or (isinstance(error, UserError) and "memory" not in str(error)):
-                raise
-            print(f"  {label}: microbatches of {microbatch} do not fit", flush=True)
-        microbatch //= 2
+    sizes = bench.sizes
+    largest = (sizes.lora_microbatch if rank else sizes.microbatch) or STEP_MICROBATCH
+    tried = sizes.microbatches(largest)
+    for microbatch in tried:
+        bench.in_time()
+        found = _steps(bench, rank, microbatch, answer)
         bench.clear()
+        if found is not None:
+            return found
+        print(f"  a step with rank {rank} in microbatches of {microbatch}: does not fit", flush=True)
+    raise DoesNotFit(f"a step of {sizes.prompts} prompts with rank {rank} fits in no microbatch of {tried}")
+
+
+def _steps(bench: Bench, rank: int, microbatch: int, answer: int) -> tuple[Timing, dict[str, Any]] | None:
+    """Steps in microbatches of one size; None where they do not fit. Model, engine and optimizer are held by this
+    frame and those below, so that nothing of them is left after a return: not in a traceback either."""
+    sizes = bench.sizes
+    try:
+        with stage2(bench, rank, microbatch, answer) as (run, parts):
+            memory = run.settings.method.memory
+            label = (
+                f"train rl step, {sizes.prompts} prompts, {answer} tokens, rank {rank}, microbatches of {microbatch}"
+            )
+            timing = bench.time(f"{label}, {memory}", lambda: loop.train_step(run))
+            method = run.task
+            assert isinstance(method, ReaLVR)
+            fast = method.rollouts.fast
+            counts = {"span_counts": span_counts(method), "decode_counts": None if fast is None else dict(fast.counts)}
+            text = max(parts.text) if len(parts.text) == 1 else sorted(parts.text)
+            facts = {"prompts": sizes.prompts, "answer": answer, "text_tokens": text, "microbatch": microbatch}
+            facts |= {"rank": rank, "memory": memory, "parts": parts.medians(timing.seconds)}
+            return timing, {**facts, **timing.peaks(), **counts}
+    except Exception as error:
+        short = isinstance(error, UserError) and error.__cause__ is not None and out_of_memory(error.__cause__)
+        if not short and not out_of_memory(error):
+            raise
+        return None
 
 
 def whole_step(bench: Bench) -> None:
     """``train rl`` with full parameters, against the baseline that rolls out prompt by prompt with ``generate``."""
     sizes, results = bench.sizes, bench.results
-    bench.drop()  # a model without what the baseline leaves on it
     timing, facts = rl_step(bench, 0, sizes.answer)
-    facts |= {"prompts": sizes.prompts, "answer": sizes.answer, "peak_gib": timing.peak_gib}
     results.put("rl_step_seconds", timing.seconds, **facts)
+    put_lora_vs_full(results)
     if not bench.backbone().mrope:
         return
     sampled = generate_seconds(bench, bench.prompts(1)).seconds
@@ -190,67 +243,23 @@ def whole_step(bench: Bench) -> None:
         made_of = f"sum of measured parts: {sizes.prompts} x (generate without latents + train part - spare readouts)"
         inputs = {"baseline_seconds": baseline, "made_of": f"{made_of} + our encoding and optimizer"}
         parts = {"generate_seconds": sampled, "train_seconds": seconds - spared, "seconds": timing.seconds}
-        results.put(f"step_ratio_{kind}", baseline / timing.seconds, **inputs, **parts, **beside)
+        ours = {name: facts[name] for name in ("microbatch", "memory")}
+        if facts["text_tokens"] != bench.text_tokens:
+            ours["note"] = f"our prompts have {facts['text_tokens']} text tokens, the baseline's {bench.text_tokens}"
+        beside["fraction_of"] = "baseline_matmul_fraction: of its passes with gradient, same timing"
+        results.put(f"step_ratio_{kind}", baseline / timing.seconds, **inputs, **parts, **ours, **beside)
 
 
 def long_step(bench: Bench) -> None:
     """The same with the paper's limit of 192 tokens."""
     timing, facts = rl_step(bench, 0, bench.sizes.long_answer)
-    name = f"rl_step_seconds_{bench.sizes.long_answer}"
-    bench.results.put(name, timing.seconds, answer=bench.sizes.long_answer, peak_gib=timing.peak_gib, **facts)
+    bench.results.put(f"rl_step_seconds_{bench.sizes.long_answer}", timing.seconds, **facts)
 
 
 def lora_step(bench: Bench) -> None:
     """A whole LoRA step beside a whole step with full parameters."""
-    sizes, results = bench.sizes, bench.results
-    timing, facts = rl_step(bench, sizes.rank, sizes.answer)
-    facts |= {"prompts": sizes.prompts, "answer": sizes.answer, "seconds": timing.seconds}
-    results.put("lora_step_seconds", timing.seconds, peak_gib=timing.peak_gib, **facts)
-    results.put("lora_peak_gib", timing.peak_gib, **facts)
-    if (full := results.value("rl_step_seconds")) is not None:
-        results.put("lora_vs_full", timing.seconds / full, full_seconds=full, **facts)
-
-
-# ---------------------------------------------------------------------- evaluation
-
-
-def evaluation(bench: Bench) -> None:
-    """The share of an evaluation in which the model waits for pictures: against the same with all of them ready."""
-    backbone, sizes = bench.backbone(), bench.sizes
-    if backbone.family.variable_grid:
-        backbone.processor._set_budget(None, max(4, sizes.visual))
-    cycles = 4
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        samples = []
-        paths = [folder / f"{number}.jpg" for number in range(-(-sizes.questions // cycles))]
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda each: picture(each[0], *sizes.picture).save(each[1], quality=92), enumerate(paths)))
-        for number, path in enumerate(paths):
-            for cycle in range(cycles):  # the four rotations of a question share their picture
-                asked = Sample.ask(f"{number}-{cycle}", [ImageRef.from_path(path)], QUESTION, "A", choices=CHOICES)
-                samples.append(replace(asked, cycle=str(cycle), category="single"))
-        questions = Questions("hrbench-4k", samples[: sizes.questions])
-        greedy = Sampling(0.0, max_new=sizes.answer // 4 or 1, stop=None)
-        responder = ModelResponder(backbone, greedy, fast=bench.switched().fast)
-        settings = EvalSettings(latents=(sizes.latents,), ablation=False)
-
-        def ask(name: str, loader: ImageLoader | None = None) -> Timing:
-            wait(bench.device)
-            if time.monotonic() > bench.deadline:
-                raise OutOfTime
-            begun = time.perf_counter()
-            evaluate(responder, [questions], folder / name, settings, batch=16, show=False, loader=loader)
-            return bench.keep(
-                f"evaluation, {name} [{bench.name}]", Timing([time.perf_counter() - begun], peak_gib(bench.device))
-            )
-
-        few = replace(questions, samples=questions.samples[:16])
-        evaluate(responder, [few], folder / "warm", settings, batch=16, show=False)
-        whole = ask("pictures from files")
-        loader = ImageLoader(responder.prepare, keep=len(questions))
-        loader.load(questions.samples)
-        ready = ask("pictures ready", loader)
-    facts = {"questions": len(questions), "picture": list(sizes.picture), "once": "one run each, after a short one"}
-    seconds = {"seconds": whole.seconds, "ready_seconds": ready.seconds, "visual": sizes.visual}
-    bench.results.put("eval_gpu_wait", max(0.0, 1 - ready.seconds / whole.seconds), **facts, **seconds)
+    timing, facts = rl_step(bench, bench.sizes.rank, bench.sizes.answer)
+    bench.results.put("lora_step_seconds", timing.seconds, **facts)
+    which = "the larger of peak_gib (later steps) and first_peak_gib (the step that records)"
+    bench.results.put("lora_peak_gib", timing.most_gib, seconds=timing.seconds, which=which, **facts)
+    put_lora_vs_full(bench.results)

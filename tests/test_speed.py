@@ -30,8 +30,9 @@ import speed
 import speed_baseline
 import speed_growth
 import speed_sections
-from speed_kit import SMALL, Bench, OutOfTime, Results, Timing, about, step_bytes, timed
+from speed_kit import SMALL, Bench, OutOfTime, about, step_bytes, timed
 from speed_options import CHOICES, parse_options
+from speed_results import Results, Timing
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -217,21 +218,6 @@ def test_fits_find_the_exponent() -> None:
     assert speed_growth.fit((0, 8), (1.0, 2.0)) is None
 
 
-def test_results_are_there_after_every_measurement_and_go_on_where_they_were_cut(tmp_path: Path) -> None:
-    path, head = tmp_path / "deep" / "r.json", about(SMALL, "tiny:qwen2.5-vl", CPU, torch.float32, 5)
-    first = Results(path, head, resume=False)
-    first.put("vision_ratio", 2.0, seconds=1.0)
-    entry = json.loads(path.read_text())["vision_ratio"]
-    assert entry["value"] == 2.0 and entry["inputs"]["seconds"] == 1.0 and entry["inputs"]["commit"] == head["commit"]
-    again = Results(path, head, resume=True)
-    assert "vision" not in speed.chosen([], again, resume=True) and "vision" in speed.chosen([], again, resume=False)
-    assert speed.chosen(["vision_ratio", "stage 1"], first, resume=False) == ["vision", "stage 1"]
-    with pytest.raises(SystemExit, match="--only frobnicate: there is no such name"):
-        speed.chosen(["frobnicate"], first, resume=False)
-    with pytest.raises(SystemExit, match="another preset"):
-        Results(path, {**head, "preset": "mini:qwen2.5-vl"}, resume=True)
-
-
 def test_every_name_of_the_page_has_a_section_and_its_target() -> None:
     text = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
     listed = dict(re.findall(r"^\| `(\w+)` \|[^|]*\|[^|]*\| ([≥≤] [\d.]+) \|", text, re.MULTILINE))
@@ -288,7 +274,7 @@ def test_the_whole_script_runs_on_a_tiny_model(tmp_path: Path) -> None:
     assert paper["passes"] == SMALL.group + SMALL.latents + answers and paper["multiplied_by"] == 1
     assert release["passes"] == SMALL.group * (1 + SMALL.latents) + answers and release["multiplied_by"] == SMALL.group
     assert found["prefill_matmul_fraction"]["inputs"]["tokens"] == pytest.approx(SMALL.visual + SMALL.text, abs=12)
-    assert paper["matmul_fraction"] > 0 and found["vision_ratio"]["inputs"]["commit"] == "0123456789ab"
+    assert paper["baseline_matmul_fraction"] > 0 and found["vision_ratio"]["inputs"]["commit"] == "0123456789ab"
     assert found["decode_bandwidth_fraction"]["inputs"]["counts"]["eager"] > 0
     parts = found["rl_step_seconds"]["inputs"]["parts"]
     assert set(parts) == {"encode", "rollout", "passes", "optimizer"} and all(value > 0 for value in parts.values())

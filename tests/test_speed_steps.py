@@ -1,0 +1,232 @@
+"""Whole steps, tries and evaluations of the speed benchmark, where memory does not suffice: what failed is let go."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import speed_evaluation
+import speed_kit
+import speed_sections
+import speed_steps
+from speed_kit import FULL, SMALL, Bench, DoesNotFit, OutOfTime, about, text_tokens
+from speed_results import Results
+
+from realvr.errors import UserError
+from realvr.training import loop
+
+CPU = torch.device("cpu")
+PRESET = "tiny:qwen2.5-vl"
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Bench:
+    results = Results(tmp_path / "speed.json", about(SMALL, PRESET, CPU, torch.float32, 1), resume=False)
+    return Bench(PRESET, CPU, torch.float32, SMALL, 1, time.monotonic() + 600, results)
+
+
+def shortage(*given: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+
+# ---------------------------------------------------------------------- whole steps
+
+
+def test_nothing_of_a_step_that_did_not_fit_is_held_by_the_next_try(
+    made: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Model, engine, optimizer and gradients of microbatches of 2 are gone when those of 1 are built."""
+    failed: list[weakref.ref[Any]] = []
+    alive: list[list[Any]] = []
+    step, build = loop.train_step, speed_kit.model
+
+    def train_step(run: loop.Run) -> None:
+        if run.settings.optim.microbatch == 1:
+            return step(run)
+        held = [run, run.task, run.engine, run.engine.module, run.task.backbone.model]
+        failed.extend(map(weakref.ref, held))
+        run.engine.backward = shortage  # type: ignore[method-assign]
+        return step(run)
+
+    def model(*given: Any) -> Any:
+        if failed:
+            alive.append([type(each()).__name__ for each in failed if each() is not None])
+        return build(*given)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    monkeypatch.setattr(speed_kit, "model", model)
+    gc.disable()  # but for the collection that comes before a retry
+    try:
+        _, facts = speed_steps.rl_step(made, 0, SMALL.answer)
+    finally:
+        gc.enable()
+    assert len(failed) == 5 and alive == [[]]
+    assert facts["microbatch"] == 1
+
+
+def test_a_step_that_fits_in_no_microbatch_says_so_and_other_errors_stay(
+    made: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "train_step", shortage)
+    with pytest.raises(DoesNotFit, match=r"fits in no microbatch of \[2, 1\]"):
+        speed_steps.rl_step(made, 0, SMALL.answer)
+
+    def wrong(run: object) -> None:
+        raise UserError("optim.lr: memory has nothing to do with it")
+
+    monkeypatch.setattr(loop, "train_step", wrong)
+    with pytest.raises(UserError, match="nothing to do with it"):
+        speed_steps.rl_step(made, 0, SMALL.answer)
+
+
+def test_microbatches_and_memory_mode_of_whole_steps(made: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[int, int]] = []
+
+    def steps(bench: Bench, rank: int, microbatch: int, answer: int) -> None:
+        tried.append((rank, microbatch))
+
+    monkeypatch.setattr(speed_steps, "_steps", steps)
+
+    def sizes_tried(rank: int, **changes: Any) -> list[int]:
+        tried.clear()
+        made.sizes = replace(FULL, **changes)
+        with pytest.raises(DoesNotFit):
+            speed_steps.rl_step(made, rank, 64)
+        assert {found for found, _ in tried} == {rank}
+        return [size for _, size in tried]
+
+    assert sizes_tried(0) == sizes_tried(16) == [4, 2, 1]
+    assert sizes_tried(0, microbatch=8) == [8, 4, 2, 1] and sizes_tried(16, microbatch=8) == [4, 2, 1]
+    assert sizes_tried(16, lora_microbatch=2) == [2, 1] and sizes_tried(0, lora_microbatch=2) == [4, 2, 1]
+    assert sizes_tried(0, microbatch=3) == [2, 1]  # all prompts are in them
+    made.sizes = SMALL
+    settings = speed_steps.rl_settings(made, Path("d"), Path("o"), 0, 1, 4)
+    assert settings.method.memory == "checkpointed-prefill"  # type: ignore[union-attr]
+    made.sizes = replace(SMALL, memory="cached")
+    settings = speed_steps.rl_settings(made, Path("d"), Path("o"), 0, 1, 4)
+    assert settings.method.memory == "cached"  # type: ignore[union-attr]
+
+
+def test_whole_steps_have_as_much_text_as_the_other_prompts(made: Bench) -> None:
+    wanted = text_tokens(made.prompts(1)[0])
+    assert made.text_tokens == wanted == pytest.approx(SMALL.text, abs=8)
+    _, facts = speed_steps.rl_step(made, 0, SMALL.answer)
+    assert facts["text_tokens"] == wanted
+    for more in (100, 149, 150, 151):
+        asked = speed_steps.question(made.backbone(), speed_steps.picture(0, 112, 84), 1, more)
+        assert _text(made, asked) == more
+
+
+def _text(made: Bench, asked: str) -> int:
+    from realvr.backbone.samples import conversation
+    from realvr.data.sample import ImageRef, Sample
+
+    sample = Sample.ask("", [ImageRef("")], asked, "A", choices=speed_steps.CHOICES)
+    return text_tokens(made.backbone().prompt(conversation(sample, [speed_steps.picture(1, 112, 84)])))
+
+
+def test_steps_begin_on_a_fresh_model(made: Bench) -> None:
+    before = weakref.ref(made.backbone())
+    with speed_steps.stage2(made, SMALL.rank, 1, SMALL.answer):
+        assert before() is None
+
+
+# ---------------------------------------------------------------------- the train part
+
+
+def test_the_mode_that_needs_most_is_tried_first_and_nothing_is_held_between_tries(
+    made: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[weakref.ref[Any]] = []
+    whole, clear = speed_sections.TrainPass.__call__, Bench.clear
+
+    class Watched(speed_sections.TrainPass):
+        def __init__(self, *given: Any) -> None:
+            assert all(run() is None for run in runs)
+            super().__init__(*given)
+            runs.append(weakref.ref(self))
+
+        def __call__(self) -> torch.Tensor:
+            if self.method.config.memory == "cached" and len(self.batches) == 1:
+                shortage()
+            return whole(self)
+
+    held: list[bool] = []
+
+    def watched_clear(bench: Bench) -> None:
+        held.extend(run() is not None for run in runs)
+        clear(bench)
+
+    monkeypatch.setattr(speed_sections, "TrainPass", Watched)
+    monkeypatch.setattr(Bench, "clear", watched_clear)
+    made.options = replace(made.options, span="recorded")
+    assert speed_sections.best_mode(made) is not None
+    assert not any(held)
+    tries = made.results.inputs("train_part_tries")["tries"]
+    ways = [(each["memory"], each["microbatch"]) for each in tries]
+    assert ways == [("cached", 2), ("cached", 1), ("checkpointed-prefill", 2), ("checkpointed", 2)]
+    assert tries[0]["error"] == "does not fit" and tries[1]["span_counts"] == {"plain": 4}  # no graphs on a CPU
+    made.sizes = replace(SMALL, microbatch=1)
+    speed_sections.best_mode(made)
+    assert {each["microbatch"] for each in made.results.inputs("train_part_tries")["tries"]} == {1}
+
+
+def test_where_no_mode_fits_the_other_names_of_the_section_are_measured(
+    made: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = speed_sections.cut
+    monkeypatch.setattr(
+        speed_sections, "cut", lambda bench, prompts, *rest: shortage() if prompts > 1 else cut(bench, prompts, *rest)
+    )
+    with pytest.raises(DoesNotFit, match="no memory mode"):
+        speed_sections.train_part(made)
+    assert made.results.value("train_part_tries") is None and "evidence_overhead_1_full" in made.results
+    made.deadline = time.monotonic() - 1
+    with pytest.raises(OutOfTime):
+        speed_sections.best_mode(made)
+
+
+def test_generate_one_by_one_where_one_call_does_not_fit(made: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = speed_sections.generate_seconds
+    monkeypatch.setattr(
+        speed_sections, "generate_seconds", lambda bench, given: shortage() if len(given) > 1 else one(bench, given)
+    )
+    speed_sections.against_generate(made)
+    inputs = made.results.inputs("decode_vs_generate_2")
+    assert inputs["taken"].startswith("one by one") and inputs["baseline_seconds"] == inputs["one_by_one_seconds"]
+
+
+# ---------------------------------------------------------------------- evaluation
+
+
+def test_waiting_is_what_the_package_writes(made: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Path] = []
+    evaluate = speed_evaluation.evaluate
+
+    def watched(responder: Any, benches: Any, out: Path, *given: Any, **options: Any) -> Any:
+        found = evaluate(responder, benches, out, *given, **options)
+        runs.append(out)
+        if out.name == "files":
+            (out / "timing.json").write_text(json.dumps({"seconds": 8.0, "waited": 2.0, "gpu_wait": 0.25}))
+        return found
+
+    monkeypatch.setattr(speed_evaluation, "evaluate", watched)
+    speed_evaluation.evaluation(made)
+    assert [out.name for out in runs] == ["warm", "files"]
+    assert made.results.value("eval_gpu_wait") == 0.25 and "ready_seconds" not in made.results.inputs("eval_gpu_wait")
+    assert "timing.json" in made.results.inputs("eval_gpu_wait")["definition"]
+    made.ready = True
+    speed_evaluation.evaluation(made)
+    assert [out.name for out in runs[2:]] == ["warm", "files", "ready"]
+    assert made.results.inputs("eval_gpu_wait")["ready_seconds"] > 0
