@@ -203,11 +203,13 @@ def test_a_recording_keeps_the_trunk_once(load: Loaded) -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         after = each._span()
     del after
-    assert trunks == 0 and each.bytes == sum(x.numel() * x.element_size() for x in each.kv)
-    assert each.pool_bytes < 3 * each.bytes + sum(own.values())
+    assert trunks == 0 and each.bytes.static == sum(x.numel() * x.element_size() for x in each.kv)
+    assert each.bytes.working < 2 * each.bytes.static + sum(own.values())
     plain = recorder(backbone)
     value(backbone, batch_of(backbone), 3, plain)
-    assert recorded.held_bytes < plain.held_bytes / 2
+    assert recorded.held_bytes < plain.held_bytes / 1.5  # gradients of parameters are most of what is left
+    (other,) = plain._recordings.values()
+    assert each.bytes.working < other.bytes.working / 3
 
 
 def test_a_copy_is_seen(load: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -338,6 +338,23 @@ def test_a_recorded_span(deeper: Callable[..., Backbone], split: bool) -> None:
         assert moments(recorded=True, **other) == moments(**other)
 
 
+@pytest.mark.parametrize("split", [False, True], ids=["joined", "split"])
+def test_rollouts_leave_room_for_a_recorded_span(deeper: Callable[..., Backbone], split: bool) -> None:
+    """It is there from the second step on, and a rollout that fitted in the first would not then."""
+    model = deeper("qwen2.5-vl").model
+    decoder, weights = decoder_of(model), weights_of(model)
+    work = Workload("rl", 4, 200, 0, latents=4, group=2, answer=8, split=split, microbatches=8, static=8)
+
+    def rolled(room: float, **changes: Any) -> tuple[int, int]:
+        found = estimate(decoder, weights, replace(work, **changes), Setup(), room)
+        return found.together, sum(found.moments["rollout"].values())
+
+    _, most = rolled(2**40)
+    together, size = rolled(most, recorded=True)
+    assert 1 < together < 32 and size <= most
+    assert rolled(most) == (32, most)
+
+
 @pytest.mark.parametrize(
     ("setting", "device", "shards", "found"),
     [

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +28,8 @@ from realvr.training import rollout_groups, rollouts
 from realvr.training.adapters import Adapters
 from realvr.training.configuration import KINDS
 from realvr.training.engine import EngineSettings
-from realvr.training.estimate.peak import GIB
+from realvr.training.estimate import Setup, Workload, decoder_of, weights_of
+from realvr.training.estimate.peak import GIB, recorded_bytes
 from realvr.training.prompts import PromptBatch
 from realvr.training.rollout_groups import Grouping, encoded, evened, similar
 from realvr.training.rollouts import Rollouts, Sampled
@@ -382,3 +385,25 @@ def test_how_rollouts_are_decoded_is_a_setting(untrained: Path, tmp_path: Path) 
     assert plain.rollouts.fast is None and static.rollouts.release
     assert [texts(b) for b in batches(static)] == [texts(b) for b in batches(plain)]
     assert static.rollouts.fast.counts["eager"] > 0 and static.rollouts.fast.counts["plain"] == 0
+
+
+@pytest.mark.parametrize(("recorded", "device"), [(True, "cuda"), (False, "cuda"), (True, "cpu")])
+def test_groups_leave_room_for_a_recorded_span(one: Backbone, recorded: bool, device: str) -> None:
+    """As the estimate counts it, for the prompts of a microbatch."""
+    method = {"type": "realvr", "recorded_span": recorded}
+    changes: dict[str, Any] = {"method": method, "optim": {"microbatch": 3, "batch": 6}}
+    settings = KINDS["rl"].model_validate(configure("rl", Path("model"), Path("data"), Path("out"), **changes))
+    ranks: Any = SimpleNamespace(device=torch.device(device), shards=False, lockstep=False)
+    grouping = Grouping(one, settings, ranks, (GROUP, SAMPLING.max_new, None))
+    grouping.__dict__["_setup"] = setup = Setup(deferred=True)
+    decoder, weights = decoder_of(one.model), weights_of(one.model)
+    latents = one.latents
+    work = Workload("rl", 3, 70, 0, latents=latents, group=GROUP, answer=SAMPLING.max_new, recorded=True)
+    span = recorded_bytes(decoder, weights, work, setup)
+    assert span > 0
+    assert grouping._span(70) == (span if recorded and device == "cuda" else 0)
+    needed = [grouping._need(size, 70, 0, 6) for size in (1, 2)]
+    grouping.__dict__["_work"] = replace(grouping._work, recorded=False)
+    assert needed == [
+        grouping._need(size, 70, 0, 6) + (span if recorded and device == "cuda" else 0) for size in (1, 2)
+    ]

@@ -60,10 +60,16 @@ def _varlen() -> tuple[Callable[..., Any], frozenset[str]] | None:
 
 
 def has_flash(query: Tensor) -> bool:
-    """Whether flash attention takes this query: a GPU, 16 bits, a head width of its kernels."""
+    """Whether flash attention takes this query: a GPU that has it, 16 bits, a head width of its kernels."""
     sixteen = query.dtype in (torch.bfloat16, torch.float16)
     width = query.shape[-1]
-    return query.is_cuda and sixteen and width <= 256 and width % 8 == 0
+    return query.is_cuda and sixteen and width <= 256 and width % 8 == 0 and _recent(query.device)
+
+
+@cache
+def _recent(device: torch.device) -> bool:
+    """Ampere or later, or an AMD GPU, whose torch knows by itself."""
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def has_varlen(query: Tensor) -> bool:

@@ -92,19 +92,29 @@ class _Recorded:
 
 
 def record_step(
-    record: Record, step: Callable[[], None], changed: Sequence[Tensor], counter: Tensor | None = None
+    record: Record,
+    step: Callable[[], None],
+    changed: Sequence[Tensor],
+    counter: Tensor | None = None,
+    forget: Callable[[], None] | None = None,
 ) -> Replay:
     """Record a step and leave ``changed``, all that it changes, as it was. ``counter``, one of these, differs after
-    every step: a recording that leaves it as it is recorded nothing, and is refused."""
+    every step: a recording that leaves it as it is recorded nothing, and is refused. ``forget`` drops what a run has
+    made: else there would be no room for the recording beside it."""
     before = [x.clone() for x in changed]
 
     def reset() -> None:
         for x, old in zip(changed, before, strict=True):
             x.copy_(old)
 
+    def between() -> None:
+        if forget is not None:
+            forget()
+        reset()
+
     try:
         with small_kernels.recorded():
-            replay = record(step, reset)
+            replay = record(step, between)
         if counter is not None:
             reset()
             check_replay(replay, counter)

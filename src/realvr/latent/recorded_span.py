@@ -155,11 +155,11 @@ class RecordedSpan:
     @property
     def held_bytes(self) -> int:
         """Of static tensors, and of the memory pool that the graphs share (without CUDA: what it would need)."""
-        kept = list(self._recordings.values())
+        held = [each.bytes for each in self._recordings.values()]
         pool = self._pool_bytes
         if pool is None:
-            pool = max((each.pool_bytes for each in kept), default=0)
-        return sum(each.bytes for each in kept) + pool
+            pool = sum(each.kept for each in held) + max((each.working for each in held), default=0)
+        return sum(each.static for each in held) + pool
 
     @property
     def _pool_bytes(self) -> int | None:
@@ -193,17 +193,18 @@ class RecordedSpan:
 
     def _no_room(self, state: State, columns: int, latents: int, split: bool) -> str | None:
         """Why this shape cannot be recorded; where memory is short, other shapes make room."""
-        device, (static, pool) = state.next_B.device, recording_bytes(state, columns, latents, split)
+        device, own = state.next_B.device, recording_bytes(self.backbone, state, columns, latents, split)
 
         def short() -> tuple[int, int] | None:
-            needed = static + max(pool - (self._pool_bytes or 0), 0)
+            kept = own.kept + sum(each.bytes.kept for each in self._recordings.values())
+            needed = own.static + max(kept + own.working - (self._pool_bytes or 0), 0)
             free = room.free_bytes(device, needed)
             return None if free is None or needed <= free else (needed, free)
 
-        if (found := short()) is not None and self._recordings:
+        if (found := short()) is not None:
             while self._recordings:
                 self._drop()
-            room.give_back(device)
+            room.give_back(device)  # also what a recording that failed has left
             found = short()
         if found is None:
             return None
@@ -213,6 +214,7 @@ class RecordedSpan:
     def _recorded(
         self, state: State, markers_B2D: Tensor, latents: int, columns: int, whole: bool, split: bool
     ) -> Recording | None:
+        recording: Recording | None = None
         try:
             self._record = self._record or graphs.CudaGraphs(self.backbone.device)
             recording = Recording(self.backbone, state, markers_B2D, latents, columns, whole, split)
@@ -220,11 +222,13 @@ class RecordedSpan:
         except RuntimeError as error:  # a device or a kernel that cannot be recorded, or no memory for it
             lines = str(error).strip().splitlines()
             reason = f"a span could not be recorded ({lines[0] if lines else error})"
-            short = out_of_memory(error)  # which may be another time
+            # Which may be another time. It may be behind the error of a recording that it has ended.
+            short = out_of_memory(error) or (error.__context__ is not None and out_of_memory(error.__context__))
         else:
             self.counts["recorded"] += 1
             return recording
         self._say(reason)
+        recording = None  # with its memory
         if short:
             self.counts["dropped"] += len(self._recordings)
             self.release()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -41,20 +41,34 @@ def by_tensor(state: State) -> Iterator[tuple[Tensor, ...]]:
         yield from zip(*pieces, strict=True)
 
 
-def recording_bytes(like: State, columns: int, latents: int, split: bool = False) -> tuple[int, int]:
-    """Bytes that the span behind a state takes once it is recorded, with a trunk of so many columns (`span_bytes`)."""
+class Bytes(NamedTuple):
+    """Of a recorded span."""
+
+    static: int
+    """Static tensors, outside the memory pool."""
+    kept: int
+    """Results of the backward graph, which every shape has for itself in the pool."""
+    working: int
+    """The rest of the pool, which all shapes share."""
+
+
+def recording_bytes(backbone: Backbone, like: State, columns: int, latents: int, split: bool = False) -> Bytes:
+    """What the span behind a state takes once it is recorded, with a trunk of so many columns (`span_bytes`)."""
     column = sum(x[:, :, :1].numel() * x.element_size() for pieces in like.kv for x in pieces[0])
-    return span_bytes(column, columns, latents, split)
+    unique = {id(x): x for _, _, x in _leaves(backbone)}.values()
+    return span_bytes(column, columns, latents, split, sum(x.numel() * x.element_size() for x in unique))
 
 
-def span_bytes(column: int, columns: int, latents: int, split: bool = False) -> tuple[int, int]:
-    """Of a recorded span, from the bytes of one column in all layers and rows: of static tensors, and of the memory
-    pool. In there every pass keeps the joined keys and values, or those of the span alone (``split``), for the backward
-    graph; beside them are the trunk's gradients, twice while they are added up. Activations, small against joined keys
-    and values, are not counted. The estimate of memory asks here too."""
+def span_bytes(column: int, columns: int, latents: int, split: bool = False, gradients: int = 0) -> Bytes:
+    """From the bytes of one column in all layers and rows, and those of the gradients of parameters that are not
+    deferred. In the pool every pass keeps the joined keys and values, or those of the span alone (``split``), for the
+    backward graph; beside them are the trunk's gradients, twice while they are added up. Activations are not counted:
+    they are small against joined keys and values, and a fifth of the rest with ``split``. The estimate of memory asks
+    here too."""
     passes = latents + 1
     joined = 0 if split else passes
-    return column * columns, column * ((joined + 2) * columns + passes * span_tokens(latents))
+    working = (joined + 1) * columns + passes * span_tokens(latents)
+    return Bytes(column * columns, column * columns + gradients, column * working)
 
 
 class Recording:
@@ -71,7 +85,7 @@ class Recording:
         split: bool = False,
     ) -> None:
         rows, device = like.rows, like.next_B.device
-        self.bytes, self.pool_bytes = recording_bytes(like, columns, latents, split)
+        self.bytes = recording_bytes(backbone, like, columns, latents, split)
         self.backbone, self.latents, self.whole, self.split = backbone, latents, whole, split
         # Leaves. What is loaded later takes their place, so that everything here is as if it had been recorded with it.
         self.kv = [
@@ -136,6 +150,17 @@ class Recording:
             with torch.no_grad():  # inputs are in the graph, which must not outlive the recording
                 kept[:] = [tuple(map(torch.cat, zip(*apart.pairs, strict=True))) for _, apart in aparts]
 
+        def no_graph() -> None:
+            nonlocal made
+            made, self.values = [], []
+
+        def no_gradients() -> None:
+            nonlocal found
+            found = []
+            kept.clear()
+            for _, apart in aparts:
+                apart.pairs.clear()
+
         with ExitStack() as stack:
             stack.enter_context(graphs.still_frequencies(self.backbone))
             aparts = [
@@ -144,14 +169,14 @@ class Recording:
                 if isinstance(layer, Deferred)
             ]
             aliases = stack.enter_context(_aliased(self.backbone))
-            self._forward = graphs.record_step(record, forward, [])
+            self._forward = graphs.record_step(record, forward, [], forget=no_graph)
             with torch.no_grad():
                 _check(self._forward, self.values[:1])  # a recording does not compute
             wanted = len(made) if self.whole else 1
             self.grads_in = {i: torch.zeros_like(self.values[i]) for i in range(wanted) if made[i].requires_grad}
             inputs = [x for x in (self.markers_B2D, *self.kv) if x.requires_grad]
             leaves = [*inputs, *(alias for _, alias in aliases), *(apart.weight for _, apart in aparts)]
-            self._backward = graphs.record_step(record, backward, [])
+            self._backward = graphs.record_step(record, backward, [], forget=no_gradients)
             with torch.no_grad():
                 _check(self._backward, [x for x in (*found, *sum(kept, ())) if x is not None])
         by_input = {id(x): grad for x, grad in zip(inputs, found, strict=False)}
@@ -218,26 +243,27 @@ def _copies(tensors: list[Tensor]) -> list[Tensor]:
     return found
 
 
+def _leaves(backbone: Backbone) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Where the trained parameters of the decoder are that are not deferred. Embeddings are made outside."""
+    outside = backbone.core.get_input_embeddings()
+    for module in backbone.decoder.modules():
+        if module is outside or isinstance(module, Deferred):
+            continue
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad:
+                yield module, name, parameter
+
+
 @contextmanager
 def _aliased(backbone: Backbone) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Every trained parameter of the decoder that is not deferred, with the leaf that stands for it inside.
+    """All of them, each with the leaf that stands for it inside.
 
     The parameters themselves have nodes in the outer graph, on its stream; a recorded backward pass must not meet
-    them. Embeddings are made outside.
+    them.
     """
-    made: dict[int, tuple[Tensor, Tensor]] = {}
-    before: list[tuple[nn.Module, str, nn.Parameter]] = []
-    outside = backbone.core.get_input_embeddings()
+    before = list(_leaves(backbone))
+    made = {id(parameter): (parameter, parameter.detach().requires_grad_()) for _, _, parameter in before}
     try:
-        for module in backbone.decoder.modules():
-            if module is outside or isinstance(module, Deferred):
-                continue
-            for name, parameter in module._parameters.items():
-                if parameter is None or not parameter.requires_grad:
-                    continue
-                if id(parameter) not in made:
-                    made[id(parameter)] = parameter, parameter.detach().requires_grad_()
-                before.append((module, name, parameter))
         for module, name, parameter in before:
             module._parameters[name] = made[id(parameter)][1]  # type: ignore[assignment]
         yield list(made.values())

@@ -167,10 +167,14 @@ class _Apart:
     is left to whoever replays them. The weight is a leaf of its own, to which nothing is added."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.contributions = self
         self.weight = weight.detach().requires_grad_()
         self.bias = None if bias is None else bias.detach()
         self.pairs: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def contributions(self) -> _Apart:
+        """Itself. An attribute would be a reference cycle, which holds memory of a recording until it is collected."""
+        return self
 
     def add(self, x_ND: Tensor, grad_NE: Tensor) -> None:
         """One pass through the layer; without its place in the graph, as in `_Contributions`."""
@@ -237,11 +241,12 @@ class DeferredLinear(nn.Linear):
     @contextmanager
     def apart(self) -> Iterator[_Apart]:
         """Passes inside belong to a graph of their own, which is recorded (`realvr.latent.recorded_span`)."""
-        self._apart = _Apart(self.weight, self.bias)
+        self._apart = apart = _Apart(self.weight, self.bias)
         try:
-            yield self._apart
+            yield apart
         finally:
             self._apart = None
+            apart.pairs.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: what belongs to a graph stays with it."""

@@ -14,10 +14,11 @@ from realvr.imaging.types import ImageInput
 from realvr.latent.modes import FastMode, is_static
 from realvr.runs.guard import note
 from realvr.training.engine import Engine
-from realvr.training.estimate import Decoder, Setup, Workload, decoder_of, weights_of
-from realvr.training.estimate.peak import GIB, RESERVE, rollout_states
+from realvr.training.estimate import Decoder, Setup, Weight, Workload, decoder_of, weights_of
+from realvr.training.estimate.activations import regeneration
+from realvr.training.estimate.peak import GIB, RESERVE, recorded_bytes, rollout_states
 from realvr.training.estimate.rollout import ENCODED_TOGETHER, rollout_bytes
-from realvr.training.settings import TrainSettings
+from realvr.training.settings import RlSettings, TrainSettings
 from realvr.training.task import Ranks
 
 CPU_ROOM = 2 * GIB
@@ -140,7 +141,14 @@ class Grouping:
 
     def _need(self, size: int, tokens: int, visual: int, prompts: int) -> int:
         work = replace(self._work, tokens=tokens, visual=visual, microbatches=prompts, together=size)
-        return sum(rollout_bytes(self._decoder, work).values())
+        return sum(rollout_bytes(self._decoder, work).values()) + self._span(tokens)
+
+    def _span(self, tokens: int) -> int:
+        """What a recorded span of a microbatch holds from the first step on."""
+        if not self._work.recorded_span:
+            return 0
+        work = replace(self._work, rows=self.settings.optim.microbatch, tokens=tokens)
+        return recorded_bytes(self._decoder, self._weights, work, self._setup)
 
     @cached_property
     def _work(self) -> Workload:
@@ -149,7 +157,11 @@ class Grouping:
         mode: FastMode = getattr(getattr(self.settings, "method", None), "fast_decode", "off")
         ranks = self.ranks
         static = is_static(mode, ranks.device.type, sharded=ranks.shards, lockstep=ranks.lockstep)
-        return replace(work, static=self.max_new if static else 0)
+        work = replace(work, static=self.max_new if static else 0)
+        if not isinstance(self.settings, RlSettings):
+            return work
+        how = regeneration(self.settings.method, ranks.device.type, ranks.shards, self.backbone.dtype.itemsize)
+        return replace(work, **how)
 
     @cached_property
     def _decoder(self) -> Decoder:
@@ -163,11 +175,17 @@ class Grouping:
             return CPU_ROOM
         free, total = torch.cuda.mem_get_info(device)
         room = min(total * (1 - RESERVE), free + torch.cuda.memory_reserved(device))
-        weights = weights_of(self.backbone.model)
-        for copy in self.copies:
-            weights += weights_of(copy.model)
-        assert isinstance(self.ranks, Engine)
-        setup = Setup.of(self.ranks.settings, self.ranks.world, self.settings.optim.master_weights)
-        setup = replace(setup, rollout="lockstep" if self.ranks.lockstep else "gather")
-        still, _ = rollout_states(self._decoder, weights, self._work, setup, room)
+        weights = [*self._weights, *(weight for copy in self.copies for weight in weights_of(copy.model))]
+        still, _ = rollout_states(self._decoder, weights, self._work, self._setup, room)
         return room - sum(still.values())
+
+    @cached_property
+    def _weights(self) -> list[Weight]:
+        return weights_of(self.backbone.model)
+
+    @cached_property
+    def _setup(self) -> Setup:
+        ranks, optim = self.ranks, self.settings.optim
+        assert isinstance(ranks, Engine)
+        setup = Setup.of(ranks.settings, ranks.world, optim.master_weights, optim.gradients)
+        return replace(setup, rollout="lockstep" if ranks.lockstep else "gather")

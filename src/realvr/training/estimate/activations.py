@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from realvr.backbone import small_kernels
 from realvr.training.estimate.shape import Decoder
@@ -82,6 +82,18 @@ class Workload:
     def recorded_span(self) -> bool:
         """Whether they are: with gradient, and not recomputed in the backward pass."""
         return self.recorded and self.evidence and self.latents > 0 and self.memory != "checkpointed"
+
+
+def regeneration(config: Any, device: str, sharded: bool, itemsize: int) -> dict[str, Any]:  # noqa: ANN401
+    """How a run with the settings of a method regenerates latents on a device of this type, as parts of a `Workload`.
+    Numbers have ``itemsize`` bytes."""
+    return {
+        "evidence": bool(getattr(config, "lambda_ev", 0.0) and getattr(config, "on_policy", True)),
+        "memory": config.memory,
+        # On a GPU there is no flash attention in 32 bits.
+        "split": config.split_attention and (device == "cpu" or itemsize < 4),
+        "recorded": getattr(config, "recorded_span", False) and device == "cuda" and not sharded,
+    }
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from realvr.latent.modes import is_static
 from realvr.training.engine import Engine
-from realvr.training.estimate.activations import Workload
+from realvr.training.estimate.activations import Workload, regeneration
 from realvr.training.estimate.peak import Setup
 from realvr.training.rl_batch import RlBatch
 from realvr.training.settings import TrainSettings
@@ -29,17 +29,13 @@ def workload_of(settings: TrainSettings, engine: Engine, microbatch: object, mic
             latents=b.latents_BKD.shape[1],
             group=b.ids_BGS.shape[1],
             answer=b.ids_BGS.shape[2],
-            evidence=bool(getattr(config, "lambda_ev", 0.0) and getattr(config, "on_policy", True)),
             readout=b.answers_BYS[0].numel(),
-            memory=config.memory,
             microbatches=microbatches,
             padded=b.batch.padded,
             together=config.rollout_batch,
             static=config.max_new if is_static(config.fast_decode, engine.device.type, **how) else 0,
             released=config.release_decode,
-            # On a GPU there is no flash attention in 32 bits.
-            split=config.split_attention and (engine.device.type == "cpu" or b.visual.features_ND.element_size() < 4),
-            recorded=getattr(config, "recorded_span", False) and engine.device.type == "cuda" and not engine.shards,
+            **regeneration(config, engine.device.type, engine.shards, b.visual.features_ND.element_size()),
         )
     if isinstance(microbatch, SftBatch):
         rows, tokens = microbatch.ids_RT.shape

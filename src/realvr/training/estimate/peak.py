@@ -182,23 +182,35 @@ def estimate(
     if work.stage != "rl":
         return Estimate(held, moments)
     still, gathers = rollout_states(decoder, weights, work, setup, room)
-    together = rollout_group(decoder, work, None if room is None else room - sum(still.values()))
+    span = recorded_bytes(decoder, weights, work, setup)
+    together = rollout_group(decoder, work, None if room is None else room - sum(still.values()) - span)
     work = replace(work, together=together)
     if not work.released:  # what rollouts leave behind is there in training too
         moments = {name: parts | buffer_bytes(decoder, work) for name, parts in moments.items()}
     moments["rollout"] = {**still, **rollout_bytes(decoder, work)}
-    if work.recorded_span:  # held from the first step on
-        span = recorded_bytes(decoder, work, adapters)
+    if span:  # held from the first step on
         moments = {name: parts | {"recorded span": span} for name, parts in moments.items()}
     return Estimate(held, moments, gathers, together, cache_bytes(decoder, work))
 
 
-def recorded_bytes(decoder: Decoder, work: Workload, adapters: bool) -> int:
-    """Static tensors and memory pool of the recorded span of one shape; a prompt of another length may have its own
-    static tensors, in the same pool. Where steps join nothing, their activations count beside them."""
+def recorded_bytes(decoder: Decoder, weights: Sequence[Weight], work: Workload, setup: Setup) -> int:
+    """Static tensors and memory pool of the recorded span of one shape, where there is one. A prompt of another length
+    may have static tensors and gradients of its own, in the same pool. Where steps join nothing, their activations
+    count beside them."""
+    if not work.recorded_span:
+        return 0
+    adapters = any(not weight.trained and weight.part == "layer" for weight in weights)
     column = work.rows * 2 * decoder.key * decoder.itemsize * decoder.layers
-    found = sum(span_bytes(column, bucket(work.tokens, COLUMNS), work.latents, work.split))
+    inside = [w for w in weights if w.trained and (w.part == "layer" or (w.part == "root" and not _head(decoder, w)))]
+    alone = [w for w in inside if not _defers(w, setup)]
+    columns = bucket(work.tokens, COLUMNS)
+    found = sum(span_bytes(column, columns, work.latents, work.split, whole_bytes(alone)))
     return found + (sum(latent_steps(decoder, work, adapters)) if work.split else 0)
+
+
+def _defers(weight: Weight, setup: Setup) -> bool:
+    """Whether the gradient of a weight inside the layers is multiplied out for all passes together."""
+    return setup.deferred and not setup.sharded and len(weight.shape) == 2 and weight.numel >= gradients.LEAST
 
 
 def _head(decoder: Decoder, weight: Weight) -> bool:
@@ -218,7 +230,7 @@ def _gradients(decoder: Decoder, weights: Sequence[Weight], work: Workload, setu
     # A tied head is the embedding.
     heads = [w for w in trained if _head(decoder, w) and w.count > 1 and w.numel >= gradients.LEAST]
     head = [replace(w, count=1) for w in heads]
-    inside = [w for w in trained if w.part == "layer" and len(w.shape) == 2 and w.numel >= gradients.LEAST]
+    inside = [w for w in trained if w.part == "layer" and _defers(w, setup)]
     rest = [replace(w, count=w.count - 1) if w in heads else w for w in trained if w not in inside]
     if head:  # of the two tables only the embedding is left
         later: dict[str, Gradients] = {"head": "none", "but a table": "all" if work.stage == "rl" else "none"}

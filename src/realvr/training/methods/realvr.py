@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
+from typing_extensions import override
 
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.loading import trained_latents
@@ -72,6 +73,15 @@ class ReaLVRConfig(RolloutConfig):
         if self.routing == "uniform" and not self.mass_matched and self.eta != 1:
             raise ValueError(f"routing 'uniform' gives every latent 1/K, which is eta = 1, but eta is {self.eta}")
         return self
+
+    @override
+    def memory_advice(self) -> list[str]:
+        ways = super().memory_advice()
+        if self.recorded_span:
+            ways.append("set method.recorded_span false")
+            if not self.split_attention:
+                ways.append("set method.split_attention true")
+        return ways
 
 
 class _Evidence(RolloutMethod[ReaLVRConfig]):
