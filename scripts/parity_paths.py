@@ -56,6 +56,8 @@ CHECKS: dict[str, tuple[str, float, float | None]] = {
     "fast vision: tokens": ("relative", 1e-5, 0.02),
     "fused layers: states": ("relative", 1e-5, 0.05),
     "fused layers: latents, decoded fast": ("relative", 1e-5, 0.05),
+    "fused layers: log-probs, decoded fast": ("absolute", 1e-4, 0.2),
+    "fused layers: texts, decoded fast": ("absolute", 0.0, None),
     **{f"fused layers: gradients, {memory}": ("relative", 1e-4, 0.1) for memory in MEMORY},
     **{f"split replay of {trunk}: log-probs": ("absolute", 1e-4, 0.2) for trunk in TRUNKS},
     **{f"split replay of {trunk}: readouts": ("relative", 1e-4, 0.05) for trunk in TRUNKS},
@@ -63,7 +65,7 @@ CHECKS: dict[str, tuple[str, float, float | None]] = {
     **{f"split replay of {trunk}: gradients, checkpointed": ("relative", 1e-4, 0.1) for trunk in TRUNKS},
     **parity_span.CHECKS,
 }
-_NOTICE = re.compile("fast decoding|recorded span|split attention|fast vision")
+_NOTICE = re.compile("fast decoding|recorded span|split attention|fast vision|fused layers|decoding kernels")
 Load = Callable[[torch.dtype, str], Backbone]
 
 
@@ -78,8 +80,9 @@ class Paths:
         ask: Callable[[Backbone], list[Prompt]],
         right_on: str = "cpu",
         buffers: Mapping[str, int] | None = None,
+        group: int = GROUP,
     ) -> None:
-        self.load, self.dtype, self.device, self.ask = load, dtype, device, ask
+        self.load, self.dtype, self.device, self.ask, self.group = load, dtype, device, ask, group
         self.buffers = buffers or {}
         self.ours = load(dtype, device)
         self.truth = load(torch.float32, right_on)
@@ -157,7 +160,7 @@ class Paths:
         return vectors([latents[0]]), vectors([right]), None if self.exact else vectors([latents[1]])
 
     def _sampled(self, prompts: list[Prompt], seed: int, fast: FastDecode | None) -> Rollout:
-        return rollout(self.ours, prompts, group=GROUP, sampling=SAMPLING, seed=seed, latents=K, fast=fast)
+        return rollout(self.ours, prompts, group=self.group, sampling=SAMPLING, seed=seed, latents=K, fast=fast)
 
     def _scored(self, backbone: Backbone, state: Any, made: Rollout) -> Tensor:
         """Log-probabilities of what was sampled, behind the latents of the rollout, by the plain path."""
@@ -326,23 +329,42 @@ class Paths:
         return {"fast vision: tokens": (mine, expected, None if self.exact else stock)}
 
     def layers(self) -> Found:
-        """In fewer kernels: a prefill, latent steps (on a GPU as a CUDA graph), and gradients."""
+        """In fewer kernels: a prefill, latent steps and decoding (on a GPU as CUDA graphs), and gradients."""
+        prompts = self.ask(self.ours)
         with _uneven_norms(self.ours), _uneven_norms(self.truth):
-            right = self._passed(self.truth, None)
-            stock = None if self.exact else self._passed(self.ours, None)
+            right, plain = self._passed(self.truth), self._passed(self.ours)
+            other = self._sampled(prompts, 3, None).tensors()[0]
             self.ours.fused_layers = True
             fast = FastDecode(self.ours, recorded=self.device.startswith("cuda"), **self.buffers)
-            mine = self._passed(self.ours, fast)
+            mine, made = self._passed(self.ours), self._sampled(prompts, 3, fast)
             self.ours.fused_layers = False
-        return {f"fused layers: {name}": (mine[name], right[name], stock and stock[name]) for name in mine}
+            scored = [self._behind(backbone, made) for backbone in (self.truth, self.ours)]
+        ids, real, logp = made.tensors()
+        mine |= {"latents, decoded fast": vectors([made.latents_BKD]), "log-probs, decoded fast": flat([logp[real]])}
+        right["log-probs, decoded fast"], plain["log-probs, decoded fast"] = (flat([each[real]]) for each in scored)
+        found: Found = {
+            f"fused layers: {name}": (mine[name], right[name], None if self.exact else plain[name]) for name in mine
+        }
+        if self.exact:
+            found["fused layers: texts, decoded fast"] = (*_padded([ids], [other]), None)
+        self.notes.append("fused layers: " + ", ".join(f"{count} {what}" for what, count in fast.counts.items()))
+        return found
 
-    def _passed(self, backbone: Backbone, fast: FastDecode | None) -> dict[str, Tensor]:
-        prompts = self.ask(backbone)
+    @torch.no_grad()
+    def _behind(self, backbone: Backbone, made: Rollout) -> Tensor:
+        state, _ = prefill(backbone, backbone.batch(self.ask(backbone)))
+        return self._scored(backbone, state, made)
+
+    def _passed(self, backbone: Backbone) -> dict[str, Tensor]:
         with torch.no_grad():
-            _, hidden = prefill(backbone, backbone.batch(prompts))
-            made = rollout(backbone, prompts, group=GROUP, sampling=SAMPLING, seed=3, latents=K, fast=fast)
+            state, hidden = prefill(backbone, backbone.batch(self.ask(backbone)))
+            latents = think(backbone, state, K)[1]
         gradients = {f"gradients, {memory}": self._gradient(backbone, memory) for memory in MEMORY}
-        return {"states": flat([hidden]), "latents, decoded fast": vectors([made.latents_BKD])} | gradients
+        return {"states": flat([hidden]), "latents, decoded fast": vectors([latents])} | gradients
+
+
+WIDE_GROUP = 12
+"""Branches whose queries of one K/V head are more than a program of the attention kernel takes."""
 
 
 def wide(preset: str, layers: int, dtype: torch.dtype, device: str) -> Paths:
@@ -365,7 +387,7 @@ def wide(preset: str, layers: int, dtype: torch.dtype, device: str) -> Paths:
 
     grids = ((40, 64), (24, 31), (16, 50)) if ":" not in preset else ((4, 6), (3, 5), (2, 4))
     prompts = [_prompt(base, grid) for grid in grids]
-    return Paths(load, dtype, device, lambda _: prompts, right_on=device)
+    return Paths(load, dtype, device, lambda _: prompts, right_on=device, group=WIDE_GROUP)
 
 
 @contextmanager

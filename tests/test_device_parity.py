@@ -39,6 +39,8 @@ def test_every_fast_path_is_within_tolerance_on_the_cpu(family: str) -> None:
         "packed rows: gradients",
         "fast vision: tokens",
         "fused layers: latents, decoded fast",
+        "fused layers: texts, decoded fast",
+        "fused layers: log-probs, decoded fast",
         "fused layers: gradients, checkpointed",
         "split replay of padded prompts: readouts",
         "split replay of one prompt: gradients, checkpointed",
