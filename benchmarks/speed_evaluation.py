@@ -55,6 +55,7 @@ def evaluation(bench: Bench) -> None:
     settings = EvalSettings(latents=(sizes.latents,), ablation=False)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
+        bench.in_time()
         questions = write_questions(folder, sizes)
 
         def ask(name: str, asked: Questions, loader: ImageLoader | None = None) -> Timing:

@@ -60,6 +60,8 @@ def resized(sizes: Sizes, series: str, value: int, grids: Sequence[tuple[int, in
 
 Key = tuple[int, int, int, int]
 """Visual tokens, latents, completions and prompts of a point."""
+Workloads = Mapping[int, tuple[Sizes, int]]
+"""Sizes and prompts of each point of a series."""
 
 
 def point(bench: Bench, sizes: Sizes, prompts: int, memory: str) -> dict[str, Any]:
@@ -84,6 +86,7 @@ def _work(bench: Bench, name: str, prompts: int, memory: str) -> dict[str, Any]:
     sizes, device = bench.sizes, bench.device
     try:
         backbone, fast = bench.backbone(), bench.switched().fast
+        backbone.latents = sizes.latents  # whichever point the model was built for
         run: Callable[[], object]
         if name == "rollout":
             options = {"group": sizes.group, "sampling": sampling(bench), "latents": sizes.latents, "fast": fast}
@@ -116,18 +119,19 @@ def measure(bench: Bench, memory: str = "checkpointed-prefill") -> bool:
         }
         for series, values in all_series.items()
     }
-    known = _known(bench, plan) if bench.results.resume else {}
+    before = _before(bench, plan)
+    known = dict(before) if bench.results.resume else {}
     complete = False
     try:
         for series, sizes_of in plan.items():
-            points: list[dict[str, Any]] = []
             for value, (sizes, prompts) in sizes_of.items():
                 key = key_of(sizes, prompts)
                 if key not in known:
                     bench.in_time()
                     known[key] = point(bench, sizes, prompts, memory)
-                points.append({series: value, **known[key]})
-                _put(bench, series, points, len(sizes_of), memory)
+                said = ", ".join(f"{name} {known[key][name]['seconds']} s" for name in WORK if name in known[key])
+                print(f"{series} {value}: {said}", flush=True)
+                _put(bench, series, sizes_of, {**before, **known}, memory)
         complete = True
     except OutOfTime:
         print("cut off; --resume goes on", flush=True)
@@ -137,25 +141,25 @@ def measure(bench: Bench, memory: str = "checkpointed-prefill") -> bool:
     return complete
 
 
-def _known(bench: Bench, plan: Mapping[str, Mapping[int, tuple[Sizes, int]]]) -> dict[Key, dict[str, Any]]:
-    """Points of an earlier run with the same options that was cut off."""
-    known: dict[Key, dict[str, Any]] = {}
+def _before(bench: Bench, plan: Mapping[str, Workloads]) -> dict[Key, dict[str, Any]]:
+    """Points that the file has for the same options."""
+    found: dict[Key, dict[str, Any]] = {}
     for series, sizes_of in plan.items():
-        before = bench.results.inputs(series)
-        for each in before.get("points", []) if before.get("options") == bench.results.options else []:
+        inputs = bench.results.inputs(series)
+        for each in inputs.get("points", []) if inputs.get("options") == bench.results.options else []:
             if (value := each.get(series)) in sizes_of:
-                known[key_of(*sizes_of[value])] = {name: part for name, part in each.items() if name != series}
-    return known
+                found[key_of(*sizes_of[value])] = {name: part for name, part in each.items() if name != series}
+    return found
 
 
-def _put(bench: Bench, series: str, points: list[dict[str, Any]], wanted: int, memory: str) -> None:
-    """The series as far as it is known."""
-    said = ", ".join(f"{name} {points[-1][name]['seconds']} s" for name in WORK if name in points[-1])
-    print(f"{series} {points[-1][series]}: {said}", flush=True)
+def _put(bench: Bench, series: str, sizes_of: Workloads, known: Mapping[Key, dict[str, Any]], memory: str) -> None:
+    """The series as far as it is known, older points included; each has its commit."""
+    points = [{series: v, **known[key]} for v, given in sizes_of.items() if (key := key_of(*given)) in known]
     facts: dict[str, Any] = {"memory": memory, "prompts": 1 if series != "prompts" else None}
     if len(commits := {each.get("commit") for each in points}) > 1:
         facts["note"] = f"points of several commits: {', '.join(sorted(map(str, commits)))}"
-    bench.results.put(series, exponents(series, points), points=points, complete=len(points) == wanted, **facts)
+    complete = len(points) == len(sizes_of)
+    bench.results.put(series, exponents(series, points), points=points, complete=complete, **facts)
 
 
 def exponents(series: str, points: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import torch
 from memory import QUESTION, Case, _prompt, model, rl_batch
 from speed_flops import attention_formulas
 from speed_options import Options, Switched
-from speed_results import ROOT as ROOT
 from speed_results import Results, Timing, machine
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -241,6 +240,7 @@ class Bench:
     def flops(self, label: str, run: Callable[[], object]) -> int:
         """Counted once in this process."""
         if label not in self._flops:
+            self.in_time()
             self._flops[label] = flops(run)
         return self._flops[label]
 

@@ -250,7 +250,8 @@ def train_part(bench: Bench) -> None:
     for kind in ("paper", "release"):
         seconds, facts = naive_seconds(bench, kind)
         each = ours.seconds / sizes.prompts
-        facts |= {"memory": mode[0], "microbatch": mode[1], "prompts": sizes.prompts, "our_peak_gib": ours.peak_gib}
+        facts |= {"memory": mode[0], "microbatch": mode[1], "prompts": sizes.prompts, "our_peak_gib": ours.most_gib}
+        facts["span_counts"] = bench.results.inputs(f"evidence_overhead_{sizes.prompts}")["span_counts"]
         bench.results.put(f"train_part_ratio_{kind}", seconds / each, seconds_per_prompt=each, **facts)
         bench.clear()
     loss_gap(bench)

@@ -249,6 +249,17 @@ def test_growth_goes_on_where_it_was_cut_and_measures_the_shared_point_once(
     fits = found["visual"]["value"]
     assert fits["rollout, above_gib"]["exponent"] == 1.0 and fits["rollout, peak_gib"]["exponent"] < 0.5
     assert "several commits" in found["latents"]["inputs"]["note"]
+    asked[:] = []
+    assert not speed_growth.measure(made_bench(path, "cccccccccccc"))  # all again, and cut off: the others stay
+    found = json.loads(path.read_text())
+    assert len(asked) == 3 and all(found[series]["inputs"]["complete"] for series in speed_growth.SMALL_SERIES)
+    assert [each["commit"][0] for each in found["latents"]["inputs"]["points"]] == ["c", "b", "c"]
+
+
+def test_growth_may_begin_without_latents(tmp_path: Path) -> None:
+    made = made_bench(tmp_path / "g.json")
+    assert "ReaLVR" not in speed_growth.point(made, replace(SMALL, latents=0), 1, "cached")
+    assert speed_growth.point(made, SMALL, 1, "cached")["ReaLVR"]["seconds"] > 0
 
 
 def test_growth_goes_on_where_inputs_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
