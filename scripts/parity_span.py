@@ -24,7 +24,7 @@ from realvr.training.rl_batch import RlBatch
 if TYPE_CHECKING:
     from parity_paths import Found, Paths
 
-K, GROUP, SIZE, ANSWERS, NEGATIVES = 4, 2, 5, 3, 4
+K, GROUP, SIZE, ANSWERS, NEGATIVES = 4, 2, 5, 3, 1
 
 MEMORY = ("cached", "checkpointed-prefill", "checkpointed")
 TRUNKS = {"one prompt": 1, "padded prompts": 3}
@@ -116,7 +116,8 @@ def measured(
     have changed in place."""
 
     def step(detach: bool, order: int) -> tuple[Tensor, Tensor]:
-        # No ratio is clipped and every hinge is active: nothing depends on which side of an edge rounding falls.
+        # No ratio is clipped, every hinge is active, and no negative is harder than another: nothing depends on which
+        # side of an edge rounding falls.
         config = ReaLVRConfig(type="realvr", detach=detach, margin=2, clip=0.99, clip_high=1e6, lambda_ev=1)
         method = ReaLVR(backbone, config.model_copy(update={"split_attention": split}))
         method.recorded = recorded

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from realvr.families import FAMILIES
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -23,7 +25,7 @@ def parity(*options: str, broken: str = "") -> tuple[int, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl-moe", "gemma3"])
+@pytest.mark.parametrize("family", list(FAMILIES))
 def test_every_fast_path_is_within_tolerance_on_the_cpu(family: str) -> None:
     code, printed = parity("--device", "cpu", "--families", family, "--paths", "fast")
     assert code == 0, printed
