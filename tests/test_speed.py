@@ -275,6 +275,9 @@ def test_the_whole_script_runs_on_a_tiny_model(tmp_path: Path) -> None:
     assert release["passes"] == SMALL.group * (1 + SMALL.latents) + answers and release["multiplied_by"] == SMALL.group
     assert found["prefill_matmul_fraction"]["inputs"]["tokens"] == pytest.approx(SMALL.visual + SMALL.text, abs=12)
     assert paper["baseline_matmul_fraction"] > 0 and found["vision_ratio"]["inputs"]["commit"] == "0123456789ab"
+    step = found["step_ratio_release"]["inputs"]
+    assert step["baseline_matmul_fraction"] == release["baseline_matmul_fraction"] > 0
+    assert step["text_tokens"] == found["rl_step_seconds"]["inputs"]["text_tokens"] and "note" not in step
     assert found["decode_bandwidth_fraction"]["inputs"]["counts"]["eager"] > 0
     parts = found["rl_step_seconds"]["inputs"]["parts"]
     assert set(parts) == {"encode", "rollout", "passes", "optimizer"} and all(value > 0 for value in parts.values())
