@@ -24,7 +24,9 @@ from realvr.training.methods.realvr import ReaLVR, ReaLVRConfig
 from realvr.training.rl_batch import RlBatch
 
 MODES = ("cached", "checkpointed-prefill", "checkpointed")
-"""In the order in which they are tried: the one that needs most memory first, while nothing else is held."""
+TRIES = ("cached", "checkpointed-prefill 0.25", "checkpointed-prefill", "checkpointed")
+"""Modes of the train part, one with a share of the layers that are recomputed, in the order in which they are tried:
+the one that needs most memory first, while nothing else is held."""
 CACHED_TRIES = 3
 """Sizes of microbatches that are tried with `cached`; smaller ones are slower."""
 
@@ -165,7 +167,9 @@ class TrainPass:
         self.batches, self.device = batches, bench.device
         backbone, self.backward = bench.backbone(rank), bench.switched(rank).backward
         weight = 0.2 if evidence else 0.0
-        config = ReaLVRConfig(type="realvr", memory=memory, lambda_ev=weight, **bench.options.passes())
+        mode, _, share = memory.partition(" ")
+        how: dict[str, Any] = {"memory": mode, "recompute": float(share or 1), "lambda_ev": weight}
+        config = ReaLVRConfig(type="realvr", **how, **bench.options.passes())
         self.method = ReaLVR(backbone, config)
         self.module = Step(self.method)
 
@@ -204,7 +208,7 @@ def best_mode(bench: Bench) -> tuple[str, int] | None:
     second time counts. ``train_part_tries`` has them all."""
     sizes = bench.sizes.microbatches(bench.sizes.microbatch)
     tried: list[dict[str, Any]] = []
-    for memory in MODES:
+    for memory in TRIES:
         for size in sizes[:CACHED_TRIES] if memory == "cached" else sizes:
             bench.in_time()
             bench.clear()

@@ -149,6 +149,7 @@ def test_the_mode_that_needs_most_is_tried_first_and_nothing_is_held_between_tri
     made: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs: list[weakref.ref[Any]] = []
+    shares: list[float] = []
     whole, clear = speed_sections.TrainPass.__call__, Bench.clear
 
     class Watched(speed_sections.TrainPass):
@@ -156,6 +157,7 @@ def test_the_mode_that_needs_most_is_tried_first_and_nothing_is_held_between_tri
             assert all(run() is None for run in runs)
             super().__init__(*given)
             runs.append(weakref.ref(self))
+            shares.append(self.method.config.recompute)
 
         def __call__(self) -> torch.Tensor:
             if self.method.config.memory == "cached" and len(self.batches) == 1:
@@ -175,7 +177,9 @@ def test_the_mode_that_needs_most_is_tried_first_and_nothing_is_held_between_tri
     assert not any(held)
     tries = made.results.inputs("train_part_tries")["tries"]
     ways = [(each["memory"], each["microbatch"]) for each in tries]
-    assert ways == [("cached", 2), ("cached", 1), ("checkpointed-prefill", 2), ("checkpointed", 2)]
+    share = "checkpointed-prefill 0.25"
+    assert ways == [("cached", 2), ("cached", 1), (share, 2), ("checkpointed-prefill", 2), ("checkpointed", 2)]
+    assert shares == [1, 1, 0.25, 1, 1]
     assert tries[0]["error"] == "does not fit" and tries[1]["span_counts"] == {"plain": 4}  # no graphs on a CPU
     made.sizes = replace(SMALL, microbatch=1)
     speed_sections.best_mode(made)

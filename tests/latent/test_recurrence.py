@@ -283,6 +283,32 @@ def test_reentrant_checkpointing_of_the_model_loses_no_gradient(fresh_exact: Any
 
 
 @pytest.mark.parametrize("enabled", [False, True])
+def test_a_share_of_the_layers_is_recomputed(fresh_exact: Any, enabled: bool) -> None:
+    """The first ones, rounded up; the others run once, and everything is as it was."""
+    backbone = fresh_exact.ours
+    batch = backbone.batch(prompts_of(fresh_exact))
+    layers = list(backbone.decoder.layers)
+    if enabled:
+        backbone.model.gradient_checkpointing_enable()
+        backbone.model.train()
+    before, found = _flags(backbone), []
+    runs: list[int] = []
+    hooks = [
+        layer.self_attn.register_forward_hook(lambda *_, number=number: runs.append(number))
+        for number, layer in enumerate(layers)
+    ]
+    for share, again in ((1.0, len(layers)), (0.5, -(-len(layers) // 2)), (1e-9, 1)):
+        runs.clear()
+        _, hidden = prefill(backbone, batch, checkpointed=share)
+        found.append(gradients(backbone.model, hidden.square().sum()))
+        assert [runs.count(number) for number in range(len(layers))] == [2] * again + [1] * (len(layers) - again)
+    for hook in hooks:
+        hook.remove()
+    assert _flags(backbone) == before
+    assert all(relative(each, found[0]) <= 1e-12 for each in found[1:])
+
+
+@pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 def test_checkpointed_passes_restore_all_flags(fresh_exact: Any, enabled: bool, training: bool) -> None:
     backbone = fresh_exact.ours

@@ -237,6 +237,8 @@ STEPS = {
     "cached": replace(CASE, memory="cached"),
     "checkpointed-prefill": CASE,
     "checkpointed": replace(CASE, memory="checkpointed"),
+    "a third recomputed": CASE,
+    "two thirds recomputed, LoRA": replace(CASE, rank=RANK),
     "no evidence": replace(CASE, evidence=False),
     "many latents": replace(CASE, latents=16),
     "two microbatches": replace(CASE, microbatches=2),
@@ -262,14 +264,15 @@ def step_of(backbone: Backbone, case: Any, split: bool) -> tuple[Step, Any]:
     return Step(method), batch
 
 
-FEW = ("cached", "checkpointed-prefill", "LoRA", "Stage 1")
+SHARES = {"a third recomputed": 1 / 3, "two thirds recomputed, LoRA": 2 / 3}
+FEW = ("cached", "checkpointed-prefill", "a third recomputed", "LoRA", "Stage 1")
 """Of the fast suite."""
 
 
 @pytest.mark.parametrize("what", [w if w in FEW else pytest.param(w, marks=pytest.mark.slow) for w in STEPS])
 def test_peak_of_a_whole_step(deeper: Callable[..., Backbone], what: str) -> None:
     case = STEPS[what]
-    check_step(deeper("qwen2.5-vl", case.rank, case.stage == "sft"), case)
+    check_step(deeper("qwen2.5-vl", case.rank, case.stage == "sft"), case, recompute=SHARES.get(what, 1.0))
 
 
 @pytest.mark.parametrize("what", [w if w == "cached" else pytest.param(w, marks=pytest.mark.slow) for w in STEPS])
@@ -281,7 +284,7 @@ def test_peak_of_a_step_with_fused_gates(
     monkeypatch.setattr(small_kernels, "FEW", 20 * FFN)
     backbone = deeper("qwen2.5-vl", case.rank, case.stage == "sft")
     fuse_gates(backbone)
-    check_step(backbone, case)
+    check_step(backbone, case, recompute=SHARES.get(what, 1.0))
 
 
 @pytest.mark.parametrize("what", ["cached", "many latents"])
@@ -289,15 +292,17 @@ def test_peak_of_a_step_with_split_attention(deeper: Callable[..., Backbone], wh
     check_step(deeper("qwen2.5-vl"), STEPS[what], split=True)
 
 
-def check_step(backbone: Backbone, case: Any, split: bool = False) -> None:
+def check_step(backbone: Backbone, case: Any, split: bool = False, recompute: float = 1.0) -> None:
     module, batch = step_of(backbone, case, split)
+    if case.stage == "rl":
+        module.method.config = module.method.config.model_copy(update={"recompute": recompute})
     with LiveMemory(backbone.model) as memory:
         for _ in range(case.microbatches):
             loss, _ = module(batch)
             loss.backward()
             del loss, _
     # The visual tokens were there before.
-    work = replace(benchmark.workload(backbone, case, batch), visual=0, split=split)
+    work = replace(benchmark.workload(backbone, case, batch), visual=0, split=split, recompute=recompute)
     found = estimate(decoder_of(backbone.model), weights_of(backbone.model), work, Setup())
     given = ("frozen weights", "trained weights", "optimizer")
     peak = max(

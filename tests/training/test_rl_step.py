@@ -417,8 +417,13 @@ def test_the_reference_runs_in_other_formats(data: Data, marked: Path, exact: Pa
 @pytest.mark.parametrize("variant", ["realvr", "undetached", "off-policy"])
 def test_memory_modes_agree(exact: Pair, data: Data, variant: str) -> None:
     results = []
-    for memory in ("cached", "checkpointed-prefill", "checkpointed"):
-        loss, _ = ours(exact, data, VARIANTS[variant].model_copy(update={"memory": memory}))
+    for memory, share in (
+        ("cached", 1),
+        ("checkpointed-prefill", 1),
+        ("checkpointed-prefill", 0.3),
+        ("checkpointed", 1),
+    ):
+        loss, _ = ours(exact, data, VARIANTS[variant].model_copy(update={"memory": memory, "recompute": share}))
         results.append((float(loss.detach()), gradients(exact.ours.model, loss)))
     for loss, found in results[1:]:
         assert loss == pytest.approx(results[0][0], rel=1e-12)

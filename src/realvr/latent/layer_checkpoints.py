@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +14,9 @@ from realvr.errors import UserError
 
 
 @contextmanager
-def layers_checkpointed(backbone: Backbone, wanted: bool) -> Iterator[None]:
-    """Run the decoder layers under HF gradient checkpointing if ``wanted``; refuse a model that does so unasked."""
+def layers_checkpointed(backbone: Backbone, wanted: float) -> Iterator[None]:
+    """Run the decoder layers under HF gradient checkpointing if ``wanted``, a share of them the first ones; refuse a
+    model that does so unasked."""
     layers: list[Any] = list(backbone.decoder.layers)
     active = any(layer.gradient_checkpointing and layer.training for layer in layers)
     if not torch.is_grad_enabled() or not (active or wanted):
@@ -34,8 +36,11 @@ def layers_checkpointed(backbone: Backbone, wanted: bool) -> Iterator[None]:
     backbone.decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     # That also hangs a hook on the embedding, one more with every call, which only the reentrant kind needs.
     backbone.decoder.disable_input_require_grads()
-    for layer in layers:
+    count = math.ceil(wanted * len(layers))
+    for layer in layers[:count]:
         layer.training = True  # the layer's own switch only: its submodules (dropout) keep their mode
+    for layer in layers[count:]:
+        layer.gradient_checkpointing = False
     try:
         yield
     finally:

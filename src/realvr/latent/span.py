@@ -59,7 +59,7 @@ def decoder_pass(
     packed: Packed | None = None,
     branches: int = 0,
     trunk: Trunk | None = None,
-    checkpointed: bool = False,
+    checkpointed: float = False,
     join: bool = False,
 ) -> tuple[State, Tensor]:
     """One pass of the decoder over new columns; returns the longer state and the hidden states (B, T, D) of these
@@ -73,6 +73,7 @@ def decoder_pass(
     columns are as many runs of one size behind the state (1: they continue it), with padding at their ends only; trunk
     and branches are then attended one by one, where that is the same as the mask. ``trunk`` says that they are a step
     of a span behind the state's first piece of keys and values, to which they then attend without a joined copy.
+    ``checkpointed`` layers are recomputed in the backward pass: all of them, or a share.
     """
     if state is not None and state.columns.segment is not None and segment_BT is None:
         raise ValueError(
@@ -140,7 +141,7 @@ def prefill(
     image_visibility_BT: Tensor | None = None,
     probes: Sequence[Probe] = (),
     matrix: Matrix | None = None,
-    checkpointed: bool = False,
+    checkpointed: float = False,
 ) -> tuple[State, Tensor]:
     """Read a batch of prompts; returns the state and the hidden states (B, T, D).
 
@@ -252,7 +253,7 @@ def _checked(interventions: Interventions, latents: int, like_BD: Tensor) -> dic
 
 
 def splice(
-    backbone: Backbone, state: State, latents_BKD: Tensor, *, checkpointed: bool = False, **options: Any
+    backbone: Backbone, state: State, latents_BKD: Tensor, *, checkpointed: float = False, **options: Any
 ) -> tuple[State, Tensor]:
     """A span whose latents are given (replay, exchange), in one pass. Returns the state after ``<|lvr_end|>`` and the
     hidden states (B, K, D) one position before each slot: for recorded latents, the latents themselves."""

@@ -31,6 +31,7 @@ class PlanSettings:
         rollout_batch: Stage 2: prompts that one GPU rolls out together. Default: as many of its step as fit.
         evidence: Stage 2: with the evidence loss (ReaLVR), or without (LVR-RL).
         memory: What is recomputed in the backward pass; Stage 1 knows ``cached`` and the rest.
+        recompute: Stage 2: share of the layers of prompts and completions that are recomputed.
         fast: With ``model.fused_layers`` and, in Stage 2, ``split_attention`` and ``recorded_span``: settings of a run
             that are off by default. Steps are recorded on engines that leave a model whole only.
         master_weights: 32-bit copies of the weights in the optimizer.
@@ -55,6 +56,7 @@ class PlanSettings:
     rollout_batch: int | None = None
     evidence: bool = True
     memory: Literal["cached", "checkpointed-prefill", "checkpointed"] = "checkpointed-prefill"
+    recompute: float = 1.0
     fast: bool = False
     master_weights: bool = True
     reserve: float = 0.08
@@ -69,6 +71,8 @@ class PlanSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"--{name.replace('_', '-')} is {value}: it is at least 1")
+        if not 0 < self.recompute <= 1:
+            raise UserError(f"--recompute is {self.recompute:g}: it is a share of the layers, above 0 and at most 1")
         if not 0 <= self.reserve < 1:
             raise UserError(f"--reserve is {self.reserve:g}: it is a share of the memory, such as 0.08")
         share = self.gpus * self.microbatch

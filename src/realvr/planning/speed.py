@@ -48,8 +48,7 @@ def seconds(
     parameters = active(decoder, weights)
     adapters = any(not w.trained and w.part == "layer" for w in weights)
     launch = (ADAPTER_LAUNCHES if adapters else LAUNCHES) * decoder.layers
-    recomputed = work.memory != "cached"
-    passes = (2 if adapters else 3) + recomputed
+    passes = (2 if adapters else 3) + work.recomputed
     replay = work.group * work.answer if work.stage == "rl" else 0
     tokens = work.rows * (work.tokens + (work.span + replay if work.stage == "rl" else 0))
     head = 2 * decoder.vocab * decoder.width * work.rows * (replay or work.labelled)

@@ -53,6 +53,7 @@ def _work(plan: Plan) -> str:
     return (
         f"prompts of {w.visual:,} visual + {w.tokens - w.visual:,} text tokens, {rows}, G = {w.group}, "
         f"K = {w.latents}, {w.answer} answer tokens, {w.memory}"
+        + (f" of {w.recompute:.0%} of the layers" if 0 < w.recomputed < 1 else "")
     )
 
 

@@ -49,6 +49,7 @@ class RolloutConfig(MethodConfig):
         "rollout_batch",
         "fast_decode",
         "release_decode",
+        "recompute",
         "split_attention",
     )
     group: int = Field(default=8, ge=1)
@@ -90,6 +91,9 @@ class RolloutConfig(MethodConfig):
     """Optimizer steps on one batch of rollouts."""
     memory: Literal["cached", "checkpointed-prefill", "checkpointed"] = "checkpointed-prefill"
     """What is recomputed in the backward pass: nothing, the prompt's layers, or the latent steps' too. All exact."""
+    recompute: float = Field(default=1.0, gt=0, le=1)
+    """Share of the layers of prompts and completions that are recomputed, unless ``memory`` is 'cached': less takes
+    more memory and less time. Exact too."""
     split_attention: bool = False
     """Attend to the prompt and inside each completion by itself instead of through a mask over the prompt and all
     completions: the same numbers up to rounding, with less work. Latent steps with gradient attend to the prompt as it
@@ -107,9 +111,16 @@ class RolloutConfig(MethodConfig):
             raise ValueError("rewards: no reward has a weight, so there is nothing to learn from")
         return self
 
+    @property
+    def recomputed(self) -> float:
+        """The share that is: 0 with ``memory`` 'cached'."""
+        return 0.0 if self.memory == "cached" else self.recompute
+
     @override
     def memory_advice(self) -> list[str]:
         ways = ["set method.memory checkpointed"] if self.memory != "checkpointed" else []
+        if self.recomputed < 1 and self.memory != "cached":
+            ways.append("set method.recompute 1")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if is_static(self.fast_decode, device) and not self.release_decode:
             ways.append("set method.release_decode true")

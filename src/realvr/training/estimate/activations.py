@@ -48,6 +48,8 @@ class Workload:
     """Tokens of the answers whose attention is read."""
     memory: Memory = "checkpointed-prefill"
     """In Stage 1, everything but ``cached`` recomputes the layers."""
+    recompute: float = 1.0
+    """Share of the layers of long passes that are recomputed, unless ``memory`` is ``cached``."""
     microbatches: int = 1
     """Of one step and rank."""
     padded: bool = False
@@ -79,6 +81,11 @@ class Workload:
         return self.latents + 2 if self.latents else 0
 
     @property
+    def recomputed(self) -> float:
+        """The share that is."""
+        return 0.0 if self.memory == "cached" else self.recompute
+
+    @property
     def recorded_span(self) -> bool:
         """Whether they are: with gradient, and not recomputed in the backward pass."""
         return self.recorded and self.evidence and self.latents > 0 and self.memory != "checkpointed"
@@ -90,6 +97,7 @@ def regeneration(config: Any, device: str, sharded: bool, itemsize: int) -> dict
     return {
         "evidence": bool(getattr(config, "lambda_ev", 0.0) and getattr(config, "on_policy", True)),
         "memory": config.memory,
+        "recompute": config.recompute,
         # On a GPU there is no flash attention in 32 bits.
         "split": config.split_attention and (device == "cpu" or itemsize < 4),
         "recorded": getattr(config, "recorded_span", False) and device == "cuda" and not sharded,
@@ -178,11 +186,12 @@ def pass_bytes(
     past: int,
     masked: bool,
     adapters: bool,
-    recomputed: bool,
+    recomputed: float,
     keys_only: bool = False,
 ) -> int:
-    """Kept by a whole pass until its backward: everything, or only the inputs of the layers and what other passes read
-    (keys and values). ``keys_only``: nothing but these is read, so that the last layer has no more to keep."""
+    """Kept by a whole pass until its backward: everything, or of the share of layers that is recomputed, the first
+    ones, only the inputs and what other passes read (keys and values). ``keys_only``: nothing but these is read, so
+    that the last layer has no more to keep."""
     tokens, b = rows * new, d.itemsize
     wide = 4 if b < 4 else b
     ends = tokens * (d.width * (wide + 2 * b) + 2 * b * d.head_dim + 8) + rows * new * (past + new) * masked
@@ -191,9 +200,11 @@ def pass_bytes(
     layers = d.layers - 1 if keys_only else d.layers
     if keys_only:
         ends = tokens * d.width * (wide + 2 * b)
-    if recomputed:
-        return d.layers * tokens * b * (d.width + 2 * d.key) + (0 if keys_only else ends)
-    return layers * layer_bytes(d, rows, new, past, masked, adapters) + ends
+    again = math.ceil(recomputed * d.layers)
+    inputs = again * tokens * b * (d.width + 2 * d.key)
+    if again == d.layers:
+        return inputs + (0 if keys_only else ends)
+    return inputs + (layers - again) * layer_bytes(d, rows, new, past, masked, adapters) + ends
 
 
 def backward_bytes(d: Decoder, tokens: int, adapters: bool, recomputed: bool) -> int:
@@ -231,7 +242,7 @@ def phases(d: Decoder, work: Workload, adapters: bool) -> list[Phase]:
 
 def _packed(d: Decoder, w: Workload, adapters: bool) -> list[Phase]:
     """Stage 1: one pass over packed rows."""
-    recomputed = w.memory != "cached"
+    recomputed = w.recomputed > 0
     kept = pass_bytes(d, w.rows, w.tokens, 0, True, adapters, recomputed)
     layer = layer_bytes(d, w.rows, w.tokens, 0, True, adapters, recomputed)
     backward = backward_bytes(d, w.rows * w.tokens, adapters, recomputed)
@@ -257,15 +268,16 @@ def latent_steps(d: Decoder, w: Workload, adapters: bool) -> tuple[int, int]:
 
 def _free_running(d: Decoder, w: Workload, adapters: bool) -> list[Phase]:
     """Stage 2: prompt, replay of the completions, and the recurrence. Backward goes the other way round."""
-    recomputed, steps_recomputed = w.memory != "cached", w.memory == "checkpointed"
+    recomputed, steps_recomputed = w.recomputed, w.memory == "checkpointed"
     columns, replay = w.tokens + w.span, w.group * w.answer
 
-    def saved(new: int, past: int, masked: bool, again: bool, keys_only: bool = False) -> int:
+    def saved(new: int, past: int, masked: bool, again: float, keys_only: bool = False) -> int:
         return pass_bytes(d, w.rows, new, past, masked, adapters, again, keys_only)
 
-    def layer(new: int, past: int, masked: bool, again: bool) -> int:
-        whole = layer_bytes(d, w.rows, new, past, masked, adapters, recomputed=True) if again else 0
-        return whole + backward_bytes(d, w.rows * new, adapters, again)
+    def layer(new: int, past: int, masked: bool, again: float) -> int:
+        """Of the last one. It is not recomputed where only a share is, and what it kept is gone when others are."""
+        whole = layer_bytes(d, w.rows, new, past, masked, adapters, recomputed=True) if again == 1 else 0
+        return whole + backward_bytes(d, w.rows * new, adapters, again == 1)
 
     prompt = saved(w.tokens, 0, w.padded, recomputed, keys_only=True)
     span = saved(w.span, w.tokens, True, recomputed) if w.latents and replay else 0

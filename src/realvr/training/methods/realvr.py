@@ -172,7 +172,7 @@ class ReaLVR(_Evidence):
 
     def terms(self, b: RlBatch) -> Iterator[Term]:
         """``policy + lambda_ev * evidence``, by one prefill with gradient."""
-        c, backbone, recompute = self.config, self.backbone, self.config.memory != "cached"
+        c, backbone, recompute = self.config, self.backbone, self.config.recomputed
         prompt, _ = prefill(backbone, b.batch, b.visual, checkpointed=recompute)
         # Replay: the sampled text behind the latents of the rollout, which are constants.
         one = int(c.split_attention)
@@ -199,8 +199,7 @@ class ReaLVR(_Evidence):
 def replay(backbone: Backbone, state: State, b: RlBatch, c: RolloutConfig, forbidden: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the sampled text, and the entropy, under today's policy at the sampling temperature."""
     options: dict[str, Any] = {"temperature": c.temperature, "forbidden": forbidden, "split": c.split_attention}
-    recompute = c.memory != "cached"
-    logp, entropy, _ = score(backbone, state, b.ids_BGS, b.real_BGS, checkpointed=recompute, **options)
+    logp, entropy, _ = score(backbone, state, b.ids_BGS, b.real_BGS, checkpointed=c.recomputed, **options)
     return logp, entropy
 
 
