@@ -36,6 +36,8 @@ from realvr.training.sft_batch import SftExample, pack_rows
 
 Found = dict[str, tuple[Tensor, Tensor, Tensor | None]]
 K, GROUP = 8, 4
+FEW = 4
+"""Latents of gradients: the longer the recurrence of a random model, the more of its bfloat16 gradient is rounding."""
 SAMPLING = Sampling(max_new=12)
 
 # name -> (measure, float32 tolerance, bfloat16 floor); a floor of None means float32 only
@@ -227,9 +229,9 @@ class Paths:
         """Of a scalar of all latents and of an answer, by all trained parameters."""
         prompts = self.ask(backbone)[:2]
         generator = torch.Generator().manual_seed(6)
-        weight = torch.randn(2, K, backbone.width, generator=generator).to(backbone.device)
+        weight = torch.randn(2, FEW, backbone.width, generator=generator).to(backbone.device)
         ids = torch.randint(5, 200, (2, 4), generator=generator).to(backbone.device)
-        _, after, z_BKD = trajectory(backbone, backbone.batch(prompts), latents=K, memory=memory)
+        _, after, z_BKD = trajectory(backbone, backbone.batch(prompts), latents=FEW, memory=memory)
         logp, _, _ = score(backbone, after, ids[:, None], checkpointed=memory == "checkpointed")
         return gradients_of(backbone, (z_BKD.float() * weight).sum() + logp.sum(), in_place)
 

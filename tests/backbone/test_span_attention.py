@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpu_flash import Gpu
-from realvr.backbone import split_attention
+from realvr.backbone import packed_attention, split_attention
 from realvr.backbone.attention import Columns, Pass, Probe
 from realvr.backbone.notices import notice_once
 from realvr.backbone.span_attention import Run, Trunk, attend_span
@@ -217,10 +217,16 @@ class OnGpu:
 
 @pytest.mark.parametrize(
     ("why", "match"),
-    [("float32", "no flash attention"), ("window", "shorter than a span"), ("probe", "attention rows")],
+    [
+        ("float32", "no flash attention"),
+        ("old", "no flash attention"),
+        ("window", "shorter than a span"),
+        ("probe", "attention rows"),
+    ],
 )
-def test_keys_and_values_are_joined_with_a_notice(why: str, match: str) -> None:
+def test_keys_and_values_are_joined_with_a_notice(why: str, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, however many layers and passes there are."""
+    monkeypatch.setattr(packed_attention, "_recent", lambda device: why != "old")
     trunk, half = Trunk(8, span=6), OnGpu(torch.bfloat16)
 
     def ask() -> bool:
@@ -233,6 +239,7 @@ def test_keys_and_values_are_joined_with_a_notice(why: str, match: str) -> None:
     with pytest.warns(UserWarning, match=match) as said:
         assert not ask() and not ask()
     assert len(said) == 1
+    monkeypatch.setattr(packed_attention, "_recent", lambda device: True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert trunk.takes(half, 7) and trunk.takes(torch.zeros(1), None)  # type: ignore[arg-type]

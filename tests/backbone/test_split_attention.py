@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpu_flash import Gpu
-from realvr.backbone import split_attention
+from realvr.backbone import packed_attention, split_attention
 from realvr.backbone.attention import Columns, Pass, Probe
 from realvr.backbone.notices import notice_once
 from realvr.backbone.split_attention import Split, attend_split, weights_on
@@ -209,10 +209,16 @@ class OnGpu:
 
 @pytest.mark.parametrize(
     ("why", "match"),
-    [("float32", "no flash attention"), ("window", "sliding window"), ("gradient", "with a gradient")],
+    [
+        ("float32", "no flash attention"),
+        ("old", "no flash attention"),
+        ("window", "sliding window"),
+        ("gradient", "with a gradient"),
+    ],
 )
-def test_the_mask_is_used_with_a_notice(why: str, match: str) -> None:
+def test_the_mask_is_used_with_a_notice(why: str, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, however many layers and passes there are."""
+    monkeypatch.setattr(packed_attention, "_recent", lambda device: why != "old")
     split = Split(trunk=8, branches=2, size=3)
     fits, half = 11, OnGpu(torch.bfloat16)
 
@@ -226,6 +232,7 @@ def test_the_mask_is_used_with_a_notice(why: str, match: str) -> None:
     with pytest.warns(UserWarning, match=match) as said:
         assert not ask() and not ask()
     assert len(said) == 1
+    monkeypatch.setattr(packed_attention, "_recent", lambda device: True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert split.takes(half, fits) and split.takes(torch.zeros(1), None)  # type: ignore[arg-type]
