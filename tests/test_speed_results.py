@@ -194,6 +194,7 @@ def test_the_script_ends_with_its_table_and_a_code(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
 
     path = tmp_path / "r.json"
+    monkeypatch.setattr(speed, "quiet", lambda: None)  # of the whole process
     monkeypatch.setitem(speed.SECTIONS, "vision", (fails, ("vision_ratio",)))
     arguments = ["speed.py", "--device", "cpu", "--preset", "tiny", "--repeats", "1", "--out", str(path)]
     monkeypatch.setattr(sys, "argv", [*arguments, "--only", "vision,stage 1"])

@@ -65,6 +65,15 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | ImportError | OSError) and _NO_MEMORY.search(str(error)) is not None
 
 
+def ran_out(error: BaseException | None) -> bool:
+    """Whether memory ran out, here or in an error that this one has followed: a recording that ends early has one."""
+    while error is not None:
+        if out_of_memory(error):
+            return True
+        error = error.__context__
+    return False
+
+
 def explained(error: BaseException) -> UserError | None:
     """What the machine refused (space, permission, memory) as one line; None for anything else, which is a bug."""
     if isinstance(error, UserError):

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,9 +129,9 @@ def test_what_does_not_compile_is_left_out_with_a_notice(monkeypatch: pytest.Mon
     def tried(kernel: str, error: Exception) -> torch.Tensor | None:
         return decode_kernels.tried(kernel, (x,), lambda: x, lambda: fail(error))
 
-    with pytest.warns(UserWarning, match=r"decoding kernels: norm is not compiled .*no such instruction"):
+    with pytest.warns(UserWarning, match=r"decoding kernels: norm does not run .*no such instruction"):
         assert tried("norm", ValueError("no such instruction")) is None
-    assert "norm is not compiled on this machine (ValueError: no such instruction)" in str(decode_kernels.why_not())
+    assert "norm does not run on this machine (ValueError: no such instruction)" in str(decode_kernels.why_not())
     assert decode_kernels._kind("norm", x) in broken
     assert not {decode_kernels._kind("norm", x[:, :32]), decode_kernels._kind("attention", x)} & broken.keys()
     for error in (
@@ -163,6 +164,47 @@ def test_a_kernel_is_compared_once_a_shape_and_left_out_where_it_is_wrong(monkey
         with pytest.warns(UserWarning, match=f"decoding kernels: {kernel} computes something else on this machine"):
             assert tried(kernel, torch.zeros(2, 64), gap) is None
     assert len(broken) == 2 and not decode_kernels.launched["attention"]
+
+
+def test_an_error_in_a_recording_is_no_fault_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warm-ups have run it. It is neither compared nor compiled there, and what fails is not tried in another way."""
+    broken: dict[tuple[object, ...], str] = {}
+    monkeypatch.setattr(decode_kernels, "_broken", broken)
+    monkeypatch.setattr(decode_kernels, "_compared", set())
+    monkeypatch.setattr(torch.cuda, "device_of", lambda _: nullcontext())
+    recording = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
+    facts = {"is_cuda": True, "dtype": torch.bfloat16, "shape": (2, 64), "device": "cuda:0", "stride": lambda: (64, 1)}
+    x: Any = SimpleNamespace(**facts)
+    asked: list[float] = []
+
+    def gap() -> float:
+        asked.append(1e-6)
+        return 1e-6
+
+    def fail(*_: object) -> torch.Tensor:
+        raise ValueError("operation not permitted when stream is capturing")
+
+    recording = True
+    with pytest.raises(RuntimeError, match="without having run before"):
+        decode_kernels.tried("norm", (x,), lambda: 1, gap)
+    recording = False
+    assert decode_kernels.tried("norm", (x,), lambda: 1, gap) == 1 and len(asked) == 1
+    recording = True
+    assert decode_kernels.tried("norm", (x,), lambda: 2, gap) == 2 and len(asked) == 1
+    with pytest.raises(ValueError, match="not permitted"):
+        decode_kernels.tried("norm", (x,), fail, gap)
+    assert not broken
+    gate: Any = small_kernels._Compiled(lambda x: (x,))
+    monkeypatch.setattr(gate, "_version", lambda args: fail)
+    with pytest.raises(ValueError, match="not permitted"):
+        gate(SimpleNamespace(data=x))
+    assert gate.usable
+    recording = False
+    notice_once.cache_clear()
+    with pytest.warns(UserWarning, match="not compiled on this machine"):
+        assert gate(SimpleNamespace(data=x)) is None
+    assert not gate.usable
 
 
 def test_beside_is_one_after_the_other_elsewhere() -> None:

@@ -316,7 +316,8 @@ def test_the_plain_way_with_a_notice(load: Loaded, monkeypatch: pytest.MonkeyPat
     assert not recorded.counts
 
 
-def test_no_memory_is_for_the_moment(load: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hidden", [False, True], ids=["as it is", "behind an error of the recording"])
+def test_no_memory_is_for_the_moment(load: Loaded, hidden: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where memory runs out in a recording everything recorded goes, and the next span is tried again. What would not
     fit is not tried at all; other shapes make room for it first."""
     backbone = load("qwen2.5-vl")
@@ -324,14 +325,18 @@ def test_no_memory_is_for_the_moment(load: Loaded, monkeypatch: pytest.MonkeyPat
 
     def record(step: Any, reset: Any) -> Any:
         if full:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            try:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            finally:
+                if hidden:
+                    raise RuntimeError("operation failed due to a previous error during capture")
         return op_tape.record(step, reset)
 
     recorded = RecordedSpan(backbone, columns=16, record=record)
     check(backbone, batch, 2, recorded)
     held = recorded.held_bytes
     full = True
-    with pytest.warns(UserWarning, match="out of memory") as said:
+    with pytest.warns(UserWarning, match="previous error" if hidden else "out of memory") as said:
         for _ in range(2):
             check(backbone, batch, 1, recorded)
     full = False

@@ -239,6 +239,8 @@ STEPS = {
     "checkpointed": replace(CASE, memory="checkpointed"),
     "a third recomputed": CASE,
     "two thirds recomputed, LoRA": replace(CASE, rank=RANK),
+    "all but rounding recomputed": replace(CASE, answer=4),
+    "four fifths recomputed, no evidence": replace(CASE, answer=4, evidence=False),
     "no evidence": replace(CASE, evidence=False),
     "many latents": replace(CASE, latents=16),
     "two microbatches": replace(CASE, microbatches=2),
@@ -264,7 +266,12 @@ def step_of(backbone: Backbone, case: Any, split: bool) -> tuple[Step, Any]:
     return Step(method), batch
 
 
-SHARES = {"a third recomputed": 1 / 3, "two thirds recomputed, LoRA": 2 / 3}
+SHARES = {
+    "a third recomputed": 1 / 3,
+    "two thirds recomputed, LoRA": 2 / 3,
+    "all but rounding recomputed": 0.99,
+    "four fifths recomputed, no evidence": 0.8,
+}
 FEW = ("cached", "checkpointed-prefill", "a third recomputed", "LoRA", "Stage 1")
 """Of the fast suite."""
 

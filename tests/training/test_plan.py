@@ -209,6 +209,23 @@ def test_fast_counts_recorded_spans_where_they_are_recorded(capsys: pytest.Captu
     assert "fast paths" in capsys.readouterr().out
 
 
+def test_a_share_of_the_layers_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """Between the two memory modes in memory and time; it is for Stage 2, and only where something is recomputed."""
+    sizes = ["--answer-tokens", "64", "--microbatch", "4"]
+    found = [
+        asked(capsys, *H200, *sizes, *how)[0]
+        for how in ([], ["--recompute", "0.5"], ["--recompute", "0.01"], ["--memory", "cached"])
+    ]
+    peaks, times = [each["peak_gib"] for each in found], [each["seconds"]["passes"] for each in found]
+    assert peaks == sorted(peaks) and times == sorted(times, reverse=True)
+    assert len(set(peaks)) == 4
+    assert "--recompute 1" in found[1]["would_fit"]
+    for share in ("0", "1.5", "-1"):
+        assert "share of the layers" in refused(capsys, *H200, "--recompute", share)
+    for other in (["--memory", "cached"], ["--stage", "sft"]):
+        assert "--recompute is for Stage 2" in refused(capsys, *H200, "--recompute", "0.5", *other)
+
+
 def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     (found,) = asked(capsys, *BACKBONE, "--gpu-memory", "80", "--engine", "ddp")
     assert not found["fits"] and found["seconds"] is None and found["smallest_gpus"] is None

@@ -130,6 +130,8 @@ def test_attention_is_not_uniform(family, directory):
 def test_loading_is_silent(family, directory, caplog, recwarn):
     import transformers
 
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_warning()  # whatever another test has left
     transformers.logging.enable_propagation()
     try:
         AutoModelForImageTextToText.from_pretrained(directory)
@@ -138,6 +140,7 @@ def test_loading_is_silent(family, directory, caplog, recwarn):
         getattr(import_module(module), name).from_pretrained(directory)
     finally:
         transformers.logging.disable_propagation()
+        transformers.logging.set_verbosity(verbosity)
     said = {record.getMessage() for record in caplog.records}
     if family.name == "internvl3":  # as for the released files: their configuration does not say that nothing is tied
         assert len(said) == 1 and "so we will NOT tie them" in said.pop()

@@ -89,7 +89,7 @@ def tried(kernel: str, like: Sequence[Tensor], run: Callable[[], Found], gap: Ca
         if recording or out_of_memory(error):  # which is no fault of the kernel
             raise
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-        _leave_out(kernel, x, f"is not compiled on this machine ({why})")
+        _leave_out(kernel, x, f"does not run on this machine ({why})")
         return None
     launched[kernel] += 1
     return found
@@ -97,7 +97,7 @@ def tried(kernel: str, like: Sequence[Tensor], run: Callable[[], Found], gap: Ca
 
 def _leave_out(kernel: str, x: Tensor, why: str) -> None:
     _broken[_kind(kernel, x)] = why
-    notice_once(f"decoding kernels: {kernel} {why}; operations of torch are used instead")
+    notice_once(f"decoding kernels: {kernel} {why}; operations of torch are used from now on")
 
 
 def _kind(kernel: str, x: Tensor) -> tuple[object, ...]:

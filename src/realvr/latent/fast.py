@@ -22,7 +22,7 @@ from torch import Tensor
 
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.notices import notice_once
-from realvr.errors import UserError, out_of_memory
+from realvr.errors import UserError, ran_out
 from realvr.latent import graphs, room
 from realvr.latent.buffers import Buffers
 from realvr.latent.completions import Branch, Completion, finish, stop_test
@@ -357,7 +357,7 @@ class FastDecode:
             with graphs.still_frequencies(self.backbone):
                 replay = graphs.record_step(self._record, step, changed, counter)
         except RuntimeError as error:  # a device or a kernel that cannot be recorded
-            self.recorded = out_of_memory(error)  # which may be another time
+            self.recorded = ran_out(error)  # which may be another time
             reason = str(error).strip().splitlines()
             self._say(f"a step could not be recorded ({reason[0] if reason else error})", "steps run one at a time")
             return None

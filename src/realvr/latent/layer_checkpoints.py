@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,12 +10,13 @@ import torch
 
 from realvr.backbone.backbone import Backbone
 from realvr.errors import UserError
+from realvr.latent.modes import recomputed_layers
 
 
 @contextmanager
 def layers_checkpointed(backbone: Backbone, wanted: float) -> Iterator[None]:
-    """Run the decoder layers under HF gradient checkpointing if ``wanted``, a share of them the first ones; refuse a
-    model that does so unasked."""
+    """Run the first ``wanted`` share of the decoder layers (1: all) under HF gradient checkpointing; refuse a model
+    that does so unasked."""
     layers: list[Any] = list(backbone.decoder.layers)
     active = any(layer.gradient_checkpointing and layer.training for layer in layers)
     if not torch.is_grad_enabled() or not (active or wanted):
@@ -36,7 +36,7 @@ def layers_checkpointed(backbone: Backbone, wanted: float) -> Iterator[None]:
     backbone.decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     # That also hangs a hook on the embedding, one more with every call, which only the reentrant kind needs.
     backbone.decoder.disable_input_require_grads()
-    count = math.ceil(wanted * len(layers))
+    count = recomputed_layers(wanted, len(layers))
     for layer in layers[:count]:
         layer.training = True  # the layer's own switch only: its submodules (dropout) keep their mode
     for layer in layers[count:]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 FastMode = Literal["off", "static", "graph", "auto"]
@@ -17,6 +18,11 @@ def is_static(mode: FastMode, device: str, *, sharded: bool = False, lockstep: b
     if mode == "auto":
         return device == "cuda" and not sharded
     return mode != "off" and not lockstep
+
+
+def recomputed_layers(share: float, layers: int) -> int:
+    """How many layers are recomputed in the backward pass, the first ones, of a share of them: rounded up."""
+    return math.ceil(share * layers - 1e-9) or int(share > 0)
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -22,7 +22,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from realvr.backbone.attention import Columns, Segments
 from realvr.backbone.backbone import Backbone
-from realvr.errors import out_of_memory
+from realvr.errors import ran_out
 from realvr.latent import graphs, room
 from realvr.latent.modes import COLUMNS, bucket
 from realvr.latent.span import Interventions, marker_embeds, span_tokens
@@ -51,6 +51,8 @@ class RecordedSpan:
         self._record, self._given = record, record is not None
         self._unable: str | None = None
         self._recordings: dict[tuple[object, ...], Recording] = {}
+        self._dropped = False
+        """Whether some are gone whose memory torch may still hold."""
         self._fingerprint: tuple[object, ...] = ()
         self._owner: weakref.ref[_Call] | None = None
         self._said: set[str] = set()
@@ -150,6 +152,7 @@ class RecordedSpan:
 
     def release(self) -> None:
         """Drop everything that was recorded, with its memory."""
+        self._dropped |= bool(self._recordings)
         self._recordings, self._fingerprint = {}, ()
 
     @property
@@ -170,6 +173,7 @@ class RecordedSpan:
     ) -> Recording | None:
         now = (*survey.fingerprint, survey.trained)
         if now != self._fingerprint:
+            self._dropped |= bool(self._recordings)
             self._recordings, self._fingerprint = {}, now
         columns = bucket(state.length, self.columns)
         asked = tuple(any(x.requires_grad for x in parts) for parts in by_tensor(state))
@@ -189,6 +193,7 @@ class RecordedSpan:
 
     def _drop(self) -> None:
         del self._recordings[next(iter(self._recordings))]
+        self._dropped = True
         self.counts["dropped"] += 1
 
     def _no_room(self, state: State, columns: int, latents: int, split: bool) -> str | None:
@@ -201,10 +206,11 @@ class RecordedSpan:
             free = room.free_bytes(device, needed)
             return None if free is None or needed <= free else (needed, free)
 
-        if (found := short()) is not None:
+        if (found := short()) is not None and (self._recordings or self._dropped):
             while self._recordings:
                 self._drop()
-            room.give_back(device)  # also what a recording that failed has left
+            room.give_back(device)
+            self._dropped = False
             found = short()
         if found is None:
             return None
@@ -222,8 +228,7 @@ class RecordedSpan:
         except RuntimeError as error:  # a device or a kernel that cannot be recorded, or no memory for it
             lines = str(error).strip().splitlines()
             reason = f"a span could not be recorded ({lines[0] if lines else error})"
-            # Which may be another time. It may be behind the error of a recording that it has ended.
-            short = out_of_memory(error) or (error.__context__ is not None and out_of_memory(error.__context__))
+            short = ran_out(error)  # which may be another time
         else:
             self.counts["recorded"] += 1
             return recording

@@ -59,7 +59,7 @@ def decoder_pass(
     packed: Packed | None = None,
     branches: int = 0,
     trunk: Trunk | None = None,
-    checkpointed: float = False,
+    checkpointed: float = 0.0,
     join: bool = False,
 ) -> tuple[State, Tensor]:
     """One pass of the decoder over new columns; returns the longer state and the hidden states (B, T, D) of these
@@ -141,7 +141,7 @@ def prefill(
     image_visibility_BT: Tensor | None = None,
     probes: Sequence[Probe] = (),
     matrix: Matrix | None = None,
-    checkpointed: float = False,
+    checkpointed: float = 0.0,
 ) -> tuple[State, Tensor]:
     """Read a batch of prompts; returns the state and the hidden states (B, T, D).
 
@@ -253,7 +253,7 @@ def _checked(interventions: Interventions, latents: int, like_BD: Tensor) -> dic
 
 
 def splice(
-    backbone: Backbone, state: State, latents_BKD: Tensor, *, checkpointed: float = False, **options: Any
+    backbone: Backbone, state: State, latents_BKD: Tensor, *, checkpointed: float = 0.0, **options: Any
 ) -> tuple[State, Tensor]:
     """A span whose latents are given (replay, exchange), in one pass. Returns the state after ``<|lvr_end|>`` and the
     hidden states (B, K, D) one position before each slot: for recorded latents, the latents themselves."""

@@ -63,8 +63,7 @@ def span_bytes(column: int, columns: int, latents: int, split: bool = False, gra
     """From the bytes of one column in all layers and rows, and those of the gradients of parameters that are not
     deferred. In the pool every pass keeps the joined keys and values, or those of the span alone (``split``), for the
     backward graph; beside them are the trunk's gradients, twice while they are added up. Activations are not counted:
-    they are small against joined keys and values, and a fifth of the rest with ``split``. The estimate of memory asks
-    here too."""
+    they are small against joined keys and values, and a fifth of the rest with ``split``."""
     passes = latents + 1
     joined = 0 if split else passes
     working = (joined + 1) * columns + passes * span_tokens(latents)

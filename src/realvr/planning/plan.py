@@ -208,6 +208,8 @@ def alternatives(settings: PlanSettings, name: str, gpu: Gpu, smallest: int | No
     changes: dict[str, dict[str, Any]] = {"--memory checkpointed": {"memory": "checkpointed"}}
     if settings.microbatch > 1:
         changes["--microbatch 1"] = {"microbatch": 1}
+    if settings.recompute < 1:
+        changes["--recompute 1"] = {"recompute": 1.0}
     if not settings.fast:
         changes["--fast"] = {"fast": True}
     own = setup_of(settings).engine

@@ -73,6 +73,8 @@ class PlanSettings:
                 raise UserError(f"--{name.replace('_', '-')} is {value}: it is at least 1")
         if not 0 < self.recompute <= 1:
             raise UserError(f"--recompute is {self.recompute:g}: it is a share of the layers, above 0 and at most 1")
+        if self.recompute < 1 and (self.stage != "rl" or self.memory == "cached"):
+            raise UserError("--recompute is for Stage 2 (--stage rl) with another --memory than cached")
         if not 0 <= self.reserve < 1:
             raise UserError(f"--reserve is {self.reserve:g}: it is a share of the memory, such as 0.08")
         share = self.gpus * self.microbatch

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from realvr.backbone import small_kernels
+from realvr.latent.modes import recomputed_layers
 from realvr.training.estimate.shape import Decoder
 
 Memory = Literal["cached", "checkpointed-prefill", "checkpointed"]
@@ -200,7 +201,7 @@ def pass_bytes(
     layers = d.layers - 1 if keys_only else d.layers
     if keys_only:
         ends = tokens * d.width * (wide + 2 * b)
-    again = math.ceil(recomputed * d.layers)
+    again = recomputed_layers(recomputed, d.layers)
     inputs = again * tokens * b * (d.width + 2 * d.key)
     if again == d.layers:
         return inputs + (0 if keys_only else ends)
@@ -274,10 +275,15 @@ def _free_running(d: Decoder, w: Workload, adapters: bool) -> list[Phase]:
     def saved(new: int, past: int, masked: bool, again: float, keys_only: bool = False) -> int:
         return pass_bytes(d, w.rows, new, past, masked, adapters, again, keys_only)
 
-    def layer(new: int, past: int, masked: bool, again: float) -> int:
-        """Of the last one. It is not recomputed where only a share is, and what it kept is gone when others are."""
-        whole = layer_bytes(d, w.rows, new, past, masked, adapters, recomputed=True) if again == 1 else 0
-        return whole + backward_bytes(d, w.rows * new, adapters, again == 1)
+    def layer(new: int, past: int, masked: bool, again: float, keys_only: bool = False) -> int:
+        """Of the last one, or of the last that is recomputed: what the layers behind it kept is gone by then."""
+        count = recomputed_layers(again, d.layers)
+        last = 0 if count == d.layers else backward_bytes(d, w.rows * new, adapters, False)
+        if not count:
+            return last
+        kept = max(d.layers - keys_only - count, 0) * layer_bytes(d, w.rows, new, past, masked, adapters)
+        whole = layer_bytes(d, w.rows, new, past, masked, adapters, recomputed=True)
+        return max(last, whole + backward_bytes(d, w.rows * new, adapters, True) - kept)
 
     prompt = saved(w.tokens, 0, w.padded, recomputed, keys_only=True)
     span = saved(w.span, w.tokens, True, recomputed) if w.latents and replay else 0
@@ -308,6 +314,6 @@ def _free_running(d: Decoder, w: Workload, adapters: bool) -> list[Phase]:
     found += [
         Phase("output layer, backward", before + logits, "all" if free else "head", steps_only=free),
         Phase("replay, backward", prompt + span + layer(replay, columns, True, recomputed), "all", True),
-        Phase("prompt, backward", prompt + layer(w.tokens, 0, w.padded, recomputed), "all"),
+        Phase("prompt, backward", prompt + layer(w.tokens, 0, w.padded, recomputed, keys_only=True), "all"),
     ]
     return found
