@@ -355,6 +355,24 @@ def test_no_memory_is_for_the_moment(load: Loaded, hidden: bool, monkeypatch: py
     assert recorded.counts["plain"] == 3 and recorded.held_bytes == 0
 
 
+def test_a_shape_that_runs_out_of_memory_is_tried_less_and_less(load: Loaded) -> None:
+    """Each try costs time, and everything that was recorded."""
+    backbone = load("qwen2.5-vl")
+    batch = batch_of(backbone)
+    prompt, _ = prefill(backbone, batch)
+    tries: list[int] = []
+
+    def record(step: Any, reset: Any) -> Any:
+        tries.append(recorded.counts["plain"])  # spans so far
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    recorded = RecordedSpan(backbone, columns=16, record=record)
+    with pytest.warns(UserWarning, match="out of memory"):
+        for _ in range(20):
+            regenerate(backbone, prompt, 1, recorded=recorded)
+    assert tries == [0, 2, 5, 10, 19] and recorded.counts["plain"] == 20
+
+
 @pytest.mark.parametrize("trained", ["autograd", "deferred", "lora"])
 @pytest.mark.parametrize("split", [False, True])
 def test_the_bytes_of_a_recording(load: Loaded, trained: str, split: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,10 @@ COUNTS = ("recorded", "replayed", "plain", "dropped")
 """What `RecordedSpan.counts` counts: shapes recorded, spans replayed and run in the plain way, shapes dropped."""
 
 
+MOST_WAITS = 64
+"""Spans after which a shape that ran out of memory is tried again, at the most."""
+
+
 class RecordedSpan:
     """Spans of one backbone, recorded.
 
@@ -53,6 +57,10 @@ class RecordedSpan:
         self._recordings: dict[tuple[object, ...], Recording] = {}
         self._dropped = False
         """Whether some are gone whose memory torch may still hold."""
+        self._shortages: Counter[tuple[object, ...]] = Counter()
+        """How often memory ran out while a shape was recorded."""
+        self._waits: dict[tuple[object, ...], int] = {}
+        """Spans of such a shape that go the plain way before it is tried again."""
         self._fingerprint: tuple[object, ...] = ()
         self._owner: weakref.ref[_Call] | None = None
         self._said: set[str] = set()
@@ -181,12 +189,18 @@ class RecordedSpan:
         key = (state.rows, columns, latents, *how)
         found = self._recordings.pop(key, None)
         if found is None:
+            if self._waits.get(key):
+                self._waits[key] -= 1
+                return None
             while len(self._recordings) >= self.shapes:
                 self._drop()
             if (reason := self._no_room(state, columns, latents, split)) is not None:
                 self._say(reason)
                 return None
             found = self._recorded(state, markers_B2D, latents, columns, whole, split)
+            if found is None and self._unable is None:  # a try costs time, and all that was recorded
+                self._shortages[key] += 1
+                self._waits[key] = min(2 ** (self._shortages[key] - 1), MOST_WAITS)
         if found is not None:
             self._recordings[key] = found  # the newest last
         return found
