@@ -27,6 +27,7 @@ MODES = ("cached", "checkpointed-prefill", "checkpointed")
 TRIES = ("cached", "checkpointed-prefill 0.25", "checkpointed-prefill", "checkpointed")
 """Modes of the train part, one with a share of the layers that are recomputed, in the order in which they are tried:
 the one that needs most memory first, while nothing else is held."""
+QWEN_ONLY = "not measured: stock generate is set up for Qwen models only"
 CACHED_TRIES = 3
 """Sizes of microbatches that are tried with `cached`; smaller ones are slower."""
 
@@ -106,7 +107,8 @@ def against_generate(bench: Bench) -> None:
     sizes, backbone = bench.sizes, bench.backbone()
     prompts = bench.prompts(sizes.prompts)
     if not backbone.mrope:
-        print("  stock generate is set up for Qwen models only: left out", flush=True)
+        for name in ("decode_vs_generate", f"decode_vs_generate_{sizes.prompts}"):
+            bench.results.put(name, None, note=QWEN_ONLY)
         return
     single, ours = generate_seconds(bench, prompts[:1]), rollout_timing(bench, prompts[:1])
     facts = {"latents": 0, "answer": sizes.answer, "group": sizes.group, "text_tokens": bench.text_tokens}

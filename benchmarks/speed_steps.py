@@ -19,7 +19,7 @@ from speed_baseline import naive_seconds
 from speed_kit import STEP_MICROBATCH, Bench, DoesNotFit, text_tokens, wait
 from speed_options import thick_adapters
 from speed_results import Timing, put_lora_vs_full
-from speed_sections import generate_seconds, span_counts
+from speed_sections import QWEN_ONLY, generate_seconds, span_counts
 
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.samples import conversation
@@ -232,6 +232,8 @@ def whole_step(bench: Bench) -> None:
     results.put("rl_step_seconds", timing.seconds, **facts)
     put_lora_vs_full(results)
     if not bench.backbone().mrope:
+        for kind in ("paper", "release"):
+            results.put(f"step_ratio_{kind}", None, note=QWEN_ONLY)
         return
     sampled = generate_seconds(bench, bench.prompts(1)).seconds
     same = facts["parts"]["encode"] + facts["parts"]["optimizer"]
