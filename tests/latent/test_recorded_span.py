@@ -72,6 +72,14 @@ def adapt(backbone: Backbone) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
 
 
+def prepare(backbone: Backbone, trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For ``autograd`` there is nothing to do."""
+    if trained == "deferred":
+        defer(backbone, monkeypatch)
+    elif trained == "lora":
+        adapt(backbone)
+
+
 # ---------------------------------------------------------------------- the same numbers
 
 
@@ -80,10 +88,7 @@ def adapt(backbone: Backbone) -> None:
 def test_latents_losses_and_gradients(load: Loaded, family: str, trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padded rows; one latent and four; other inputs of the same shape; weights updated in place."""
     backbone = load(family)
-    if trained == "deferred":
-        defer(backbone, monkeypatch)
-    elif trained == "lora":
-        adapt(backbone)
+    prepare(backbone, trained, monkeypatch)
     recorded = recorder(backbone)
     for latents in (1, 4):
         check(backbone, batch_of(backbone), latents, recorded)
@@ -187,10 +192,7 @@ def test_a_span_that_is_dropped_makes_room(load: Loaded) -> None:
 def test_what_is_released_is_freed(load: Loaded, trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of a recording is left, in a circle through the graph or elsewhere."""
     backbone = load("qwen2.5-vl")
-    if trained == "deferred":
-        defer(backbone, monkeypatch)
-    elif trained == "lora":
-        adapt(backbone)
+    prepare(backbone, trained, monkeypatch)
     batch = batch_of(backbone)
     visual = backbone.encode_images(batch.images)
 
@@ -221,10 +223,7 @@ def test_nothing_of_a_warm_up_is_left_when_it_is_recorded(
 ) -> None:
     """Else a recording would need its memory twice."""
     backbone = load("qwen2.5-vl")
-    if trained == "deferred":
-        defer(backbone, monkeypatch)
-    elif trained == "lora":
-        adapt(backbone)
+    prepare(backbone, trained, monkeypatch)
     batch = batch_of(backbone)
     prompt, _ = prefill(backbone, batch)
     regenerate(backbone, prompt, 3, split=split)[1].sum().backward(retain_graph=True)  # whatever is made once
@@ -379,10 +378,7 @@ def test_the_bytes_of_a_recording(load: Loaded, trained: str, split: bool, monke
     """As its tensors are: the trunk once; what the backward graph gives; and in the rest of the pool the keys and
     values that every pass keeps, and one more set of gradients of the trunk."""
     backbone = load("qwen2.5-vl")
-    if trained == "deferred":
-        defer(backbone, monkeypatch)
-    elif trained == "lora":
-        adapt(backbone)
+    prepare(backbone, trained, monkeypatch)
     recorded = recorder(backbone)
     kept: dict[int, int] = {}
 
