@@ -30,6 +30,15 @@ def share(
     return found[0], *(x.unflatten(-3, (-1, group)).sum(-3) for x in found[1:])
 
 
+class OnGpu:
+    """As much of a query on a GPU as decides whether there is flash attention for it."""
+
+    is_cuda, device, shape = True, torch.device("cuda"), (1, 2, 3, 64)
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+
 class Gpu:
     """The flash operators of a GPU as torch declares them, in float64. Dense ones take (B, H, T, d), the others (total,
     H, d) with boundaries; these write nothing to the gradients of keys that no query has read."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu_flash import Gpu
+from gpu_flash import Gpu, OnGpu
 from realvr.backbone import packed_attention, split_attention
 from realvr.backbone.attention import Columns, Pass, Probe
 from realvr.backbone.notices import notice_once
@@ -204,15 +204,6 @@ def test_sequences_of_a_row() -> None:
 
 
 # ---------------------------------------------------------------------- what is refused
-
-
-class OnGpu:
-    """As much of a query on a GPU as decides."""
-
-    is_cuda, device, shape = True, torch.device("cuda"), (1, 2, 1, 64)
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
 
 
 @pytest.mark.parametrize(

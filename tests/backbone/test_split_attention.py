@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu_flash import Gpu
+from gpu_flash import Gpu, OnGpu
 from realvr.backbone import packed_attention, split_attention
 from realvr.backbone.attention import Columns, Pass, Probe
 from realvr.backbone.notices import notice_once
@@ -196,15 +196,6 @@ def test_padding_inside_a_branch_is_refused() -> None:
     assert Split.build(3, None, 2, 6, real).size == 3
     with pytest.raises(RuntimeError, match="padding before a real column"):
         Split.build(3, None, 3, 6, real.roll(1, 1))
-
-
-class OnGpu:
-    """As much of a query on a GPU as decides."""
-
-    is_cuda, device, shape = True, torch.device("cuda"), (1, 2, 3, 64)
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,6 @@ from realvr.latent.state import State, join_columns
 
 COUNTS = ("recorded", "replayed", "plain", "dropped")
 """What `RecordedSpan.counts` counts: shapes recorded, spans replayed and run in the plain way, shapes dropped."""
-
-
 MOST_WAITS = 64
 """Spans after which a shape that ran out of memory is tried again, at the most."""
 

@@ -140,7 +140,7 @@ def workload(settings: PlanSettings, family: str) -> Workload:
         answer=answer,
         evidence=settings.evidence,
         memory=settings.memory,
-        recompute=settings.recompute if rl else 1.0,
+        recompute=settings.recompute,
         microbatches=microbatches,
         padded=settings.microbatch > 1,
         together=settings.rollout_batch,

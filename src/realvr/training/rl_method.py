@@ -119,7 +119,7 @@ class RolloutConfig(MethodConfig):
     @override
     def memory_advice(self) -> list[str]:
         ways = ["set method.memory checkpointed"] if self.memory != "checkpointed" else []
-        if self.recomputed < 1 and self.memory != "cached":
+        if 0 < self.recomputed < 1:
             ways.append("set method.recompute 1")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if is_static(self.fast_decode, device) and not self.release_decode:
