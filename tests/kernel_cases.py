@@ -140,7 +140,9 @@ def gaps() -> Iterator[tuple[str, float]]:
     trunk, branches = (noise(2, 2, 50, 16), noise(2, 2, 50, 16)), (noise(2, 2, 3, 8, 16), noise(2, 2, 3, 8, 16))
     both = (query, key, value, trunk, branches, torch.zeros(2, 58), 0.25)
     alone = (query[:, :, :1], key[:, :, :1], value[:, :, :1], trunk, None, torch.zeros(2, 50), 0.25)
-    for name, given in (("branches", both), ("latent step", alone)):
+    first = tuple(x[:1] for x in alone[:3])
+    one = (*first, (trunk[0][:1], trunk[1][:1]), None, torch.zeros(1, 50), 0.25)
+    for name, given in (("branches", both), ("latent step", alone), ("latent step of one prompt", one)):
         before = [x.clone() for x in (*trunk, *branches)]
         yield name, kernel_checks.attention_gap(decode_kernels.attend, *given)
         for what, broken in BROKEN.items():
@@ -270,6 +272,14 @@ def _heads_exchanged(attend: Any, *given: Any) -> Tensor:
     return out
 
 
+def _empty_pieces(attend: Any, *given: Any) -> Tensor:
+    """A softmax over nothing, where all columns of a piece are hidden."""
+    out = attend(*given)
+    if (given[-2] == float("-inf")).unfold(1, 16, 1).all(-1).any():
+        out[-1] = float("nan")
+    return out
+
+
 def _not_a_number(attend: Any, *given: Any) -> Tensor:
     out = attend(*given)
     out[-1] = float("nan")
@@ -287,6 +297,7 @@ BROKEN = {
     "columns lost": _columns_lost,
     "heads exchanged": _heads_exchanged,
     "nothing written": _nothing_written,
+    "empty pieces": _empty_pieces,
     "not a number": _not_a_number,
 }
 

@@ -27,8 +27,10 @@ BROKEN = (
     "columns lost",
     "heads exchanged",
     "nothing written",
+    "empty pieces",
     "not a number",
 )
+PARTS = ("branches", "latent step", "latent step of one prompt")
 CASES = Path(__file__).parents[1] / "kernel_cases.py"
 
 
@@ -65,7 +67,7 @@ def test_numbers() -> None:
         "norm of every other number, offset False",
         "norm of every other number, offset True",
         "not finite",
-        *(f"gap, {name}" for part in ("branches", "latent step") for name in (part, *(f"{part}, {x}" for x in BROKEN))),
+        *(f"gap, {name}" for part in PARTS for name in (part, *(f"{part}, {x}" for x in BROKEN))),
         "gap, rotary",
         "gap, rotary backwards",
         *(f"gap, norm{what} {offset}" for offset in (False, True) for what in (", offset", " with the other offset")),
