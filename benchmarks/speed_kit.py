@@ -191,7 +191,7 @@ class Bench:
             self._backbone, self._rank = model(self.preset, self.device, self.dtype), rank
             self._backbone.eos_ids = ()  # every completion has the same length
             self._backbone.latents, self._backbone.markers_added = self.sizes.latents, False
-            Adapters(self._backbone, LoraSettings(rank=rank))
+            Adapters(self._backbone, LoraSettings(**self.options.adapters(rank)))
         return self._backbone
 
     def switched(self, rank: int = 0) -> Switched:

@@ -19,13 +19,13 @@ from realvr.latent.fast import FastDecode, fast_decode
 from realvr.training.gradients import Deferral, DeferredLinear, defer_gradients
 from realvr.training.methods.lvr_sft import LvrSftConfig
 from realvr.training.methods.realvr import ReaLVRConfig
-from realvr.training.sections import ModelSettings, OptimSettings
+from realvr.training.sections import LoraSettings, ModelSettings, OptimSettings
 
 CHOICES = {
     "decode": ("off", "static", "graph", "auto"),
     "rollouts": ("microbatch", "together"),
     "gradients": ("autograd", "deferred"),
-    "lora": ("peft", "thin"),
+    "lora": ("peft", "thin", "split"),
     "packed": ("mask", "variable"),
     "vision": ("stock", "padded"),
     "layers": ("stock", "fused"),
@@ -39,9 +39,10 @@ CHOICES = {
 class Options:
     """``decode``: latent steps and decoding in static shapes, or as CUDA graphs. ``rollouts``: prompts of a step by
     microbatch or together. ``gradients``: of the weights that latent steps share. ``lora``: the forward pass of
-    adapters. ``packed``: attention of Stage 1. ``vision``: weights of the frozen tower, and how pixels get there.
-    ``layers``: norms, rotary embeddings and MLP gates of the decoder. ``replay``: attention of completions behind
-    their prompt. ``span``: latent steps with gradient, one kernel at a time or as CUDA graphs."""
+    adapters, and whether their large products are split. ``packed``: attention of Stage 1. ``vision``: weights of the
+    frozen tower, and how pixels get there. ``layers``: norms, rotary embeddings and MLP gates of the decoder.
+    ``replay``: attention of completions behind their prompt. ``span``: latent steps with gradient, one kernel at a time
+    or as CUDA graphs."""
 
     decode: str = "off"
     rollouts: str = "microbatch"
@@ -62,6 +63,10 @@ class Options:
         """Settings of its passes with gradient."""
         return {"split_attention": self.replay == "split", "recorded_span": self.span == "recorded"}
 
+    def adapters(self, rank: int) -> dict[str, Any]:
+        """Settings of LoRA."""
+        return {"rank": rank, "alpha": 2 * max(1, rank), "split_products": self.lora == "split"}
+
     def facts(self) -> dict[str, str]:
         return asdict(self)
 
@@ -72,7 +77,7 @@ def _default() -> Options:
         decode=method.fast_decode,
         rollouts="together",
         gradients=OptimSettings.model_fields["gradients"].default,
-        lora="thin",
+        lora="split" if LoraSettings().split_products else "thin",
         packed="variable" if LvrSftConfig().variable_length else "mask",
         vision="padded" if ModelSettings.model_fields["fast_vision"].default else "stock",
         layers="fused" if ModelSettings.model_fields["fused_layers"].default else "stock",

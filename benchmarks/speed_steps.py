@@ -135,7 +135,7 @@ def rl_settings(bench: Bench, data: Path, out: Path, rank: int, microbatch: int,
             "data": {"sources": [{"path": str(data)}]},
             "optim": {"lr": 1e-7, "batch": sizes.prompts, "microbatch": microbatch, "steps": 1000}
             | {"gradients": bench.options.gradients},
-            "lora": {"rank": rank, "alpha": 2 * max(1, rank)},
+            "lora": bench.options.adapters(rank),
             "method": method,
             "log": {"to": [], "console": False, "table_every": 0, "parts_every": 0},
             "run": {"out": str(out)},

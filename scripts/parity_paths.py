@@ -21,13 +21,13 @@ import torch
 from parity_span import MEMORY, TRUNKS, flat, gradients_of, grown, vectors
 from torch import Tensor
 
-from realvr.backbone import Backbone, Probe, Prompt
+from realvr.backbone import Backbone, Probe, Prompt, small_kernels
 from realvr.latent import Sampling, prefill, score, splice, think, trajectory
 from realvr.latent.fast import FastDecode
 from realvr.latent.group_rollout import Rollout, rollout
 from realvr.latent.modes import COLUMNS
 from realvr.latent.recorded_span import RecordedSpan
-from realvr.training import gradients
+from realvr.training import gradients, low_rank
 from realvr.training.adapters import Adapters
 from realvr.training.method import Step
 from realvr.training.methods.lvr_sft import LvrSft, LvrSftConfig
@@ -53,6 +53,10 @@ CHECKS: dict[str, tuple[str, float, float | None]] = {
     "deferred gradients, in place": ("relative", 1e-4, 0.1),
     "thin adapters: states": ("relative", 1e-6, 0.01),
     "thin adapters: gradients": ("relative", 1e-5, 0.02),
+    "adapters as one node: states": ("relative", 1e-6, 0.01),
+    "adapters as one node: gradients": ("relative", 1e-5, 0.02),
+    "split adapters: states": ("relative", 1e-5, 0.02),
+    "split adapters: gradients": ("relative", 1e-4, 0.1),
     "packed rows: loss": ("relative", 1e-5, 0.02),
     "packed rows: gradients": ("relative", 1e-4, 0.1),
     "fast vision: tokens": ("relative", 1e-5, 0.02),
@@ -67,7 +71,9 @@ CHECKS: dict[str, tuple[str, float, float | None]] = {
     **{f"split replay of {trunk}: gradients, checkpointed": ("relative", 1e-4, 0.1) for trunk in TRUNKS},
     **parity_span.CHECKS,
 }
-_NOTICE = re.compile("fast decoding|recorded span|split attention|fast vision|fused layers|decoding kernels")
+_NOTICE = re.compile(
+    "fast decoding|recorded span|split attention|fast vision|fused layers|decoding kernels|adapters of"
+)
 Load = Callable[[torch.dtype, str], Backbone]
 
 
@@ -236,23 +242,42 @@ class Paths:
         return gradients_of(backbone, (z_BKD.float() * weight).sum() + logp.sum(), in_place)
 
     def adapters(self) -> Found:
-        """Our way through an adapted layer against peft's, on the same device."""
+        """Our ways through an adapted layer against peft's, on the same device; split products against those of float32
+        too. In float32 there is neither a copy to spare nor a product to split."""
         from peft.tuners.lora import Linear
 
-        ours = self.load(self.dtype, self.device)
-        Adapters(ours, LoraSettings(rank=4, alpha=8))
-        generator = torch.Generator().manual_seed(8)
-        with torch.no_grad():
-            for name, parameter in ours.model.named_parameters():
-                if "lora_B" in name:
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
-        mine = self._adapted(ours)
+        ours = self._with_adapters(self.dtype, self.device)
+        runs = {"thin adapters": self._adapted(ours)}
+        with _small_is_large():
+            if not self.exact:
+                runs["adapters as one node"] = self._adapted(ours)
+                split = self._with_adapters(self.dtype, self.device, split_products=True)
+                mine = self._adapted(split)
         for module in ours.model.modules():
             if isinstance(module, Linear):
                 module.__class__ = Linear
         theirs = self._adapted(ours)
-        names = ("thin adapters: states", "thin adapters: gradients")
-        return {name: (a, b, None) for name, a, b in zip(names, mine, theirs, strict=True)}
+        parts = ("states", "gradients")
+        found: Found = {
+            f"{name}: {part}": (a, b, None)
+            for name, run in runs.items()
+            for part, a, b in zip(parts, run, theirs, strict=True)
+        }
+        if not self.exact:
+            right = self._adapted(self._with_adapters(torch.float32, str(self.truth.device)))
+            several = zip(parts, mine, right, theirs, strict=True)
+            found |= {f"split adapters: {part}": three for part, *three in several}
+        return found
+
+    def _with_adapters(self, dtype: torch.dtype, device: str, **settings: Any) -> Backbone:
+        backbone = self.load(dtype, device)
+        Adapters(backbone, LoraSettings(rank=4, alpha=8, **settings))
+        generator = torch.Generator().manual_seed(8)
+        with torch.no_grad():
+            for name, parameter in sorted(backbone.model.named_parameters()):
+                if "lora_" in name:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+        return backbone
 
     def _adapted(self, backbone: Backbone) -> tuple[Tensor, Tensor]:
         batch = backbone.batch(self.ask(backbone)[:2])
@@ -260,7 +285,9 @@ class Paths:
             state, still = prefill(backbone, batch)
             _, z_BKD = think(backbone, state, 2)
         _, hidden = prefill(backbone, batch)
-        return flat([still, z_BKD]), gradients_of(backbone, hidden.float().square().mean(), in_place=False)
+        # Not the square of normalised states, which is a constant: its gradient would be rounding.
+        weight = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(12)).to(hidden.device)
+        return flat([still, z_BKD]), gradients_of(backbone, (hidden.float() * weight).mean(), in_place=False)
 
     def packed(self) -> Found:
         """Stage 1 with attention inside each example of a packed row, against the mask."""
@@ -363,6 +390,17 @@ class Paths:
             latents = think(backbone, state, K)[1]
         gradients = {f"gradients, {memory}": self._gradient(backbone, memory) for memory in MEMORY}
         return {"states": flat([hidden]), "latents, decoded fast": vectors([latents])} | gradients
+
+
+@contextmanager
+def _small_is_large() -> Iterator[None]:
+    """Adapters of tiny models take the way of large passes."""
+    before = small_kernels.FEW, low_rank.SPLIT_FROM
+    small_kernels.FEW = low_rank.SPLIT_FROM = 1
+    try:
+        yield
+    finally:
+        small_kernels.FEW, low_rank.SPLIT_FROM = before
 
 
 WIDE_GROUP = 12

@@ -211,7 +211,7 @@ def test_fast_plans_the_layers_that_a_run_fuses(name: str) -> None:
         model = AutoModelForImageTextToText.from_config(preset_config(name), dtype=torch.bfloat16)
     fuse(model)
     for fused, right in ((True, decoder_of(model)), (False, decoder_of(_model(name)))):
-        assert _shapes(name, 0, False, fused)[0] == right
+        assert _shapes(name, 0, False, fused, True)[0] == right
 
 
 def test_fast_counts_recorded_spans_where_they_are_recorded(capsys: pytest.CaptureFixture[str]) -> None:

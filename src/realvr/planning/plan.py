@@ -112,13 +112,19 @@ def _model(name: str) -> Stock:
 
 
 @cache
-def _shapes(name: str, lora: int, markers: bool, fused: bool) -> tuple[Decoder, list[Weight]]:
+def _shapes(name: str, lora: int, markers: bool, fused: bool, narrow: bool) -> tuple[Decoder, list[Weight]]:
+    """``narrow``: adapters keep 16-bit inputs."""
     model = _model(name)
     decoder = decoder_of(model)
-    decoder = replace(decoder, fused_gates=fused and not decoder.experts)
+    decoder = replace(decoder, fused_gates=fused and not decoder.experts, narrow_adapters=narrow and bool(lora))
     if lora:
         return decoder, with_adapters(model, lora, LoraSettings().targets, markers=markers)
     return decoder, weights_of(model, train_decoder=True)
+
+
+def _shapes_of(settings: PlanSettings, name: str) -> tuple[Decoder, list[Weight]]:
+    narrow = setup_of(settings).engine != "zero3"  # which gathers adapters in hooks of their layers
+    return _shapes(name, settings.lora, settings.stage == "sft", settings.fast, narrow)
 
 
 def workload(settings: PlanSettings, family: str) -> Workload:
@@ -156,7 +162,7 @@ def setup_of(settings: PlanSettings) -> Setup:
 
 
 def _estimate(settings: PlanSettings, name: str, gpu: Gpu) -> Estimate:
-    decoder, weights = _shapes(name, settings.lora, settings.stage == "sft", settings.fast)
+    decoder, weights = _shapes_of(settings, name)
     room = room_of(gpu, settings)
     return estimate(decoder, weights, workload(settings, PRESETS[name].family), setup_of(settings), room)
 
@@ -170,7 +176,7 @@ def plan(settings: PlanSettings) -> list[Plan]:
 
 
 def _plan(settings: PlanSettings, name: str, gpu: Gpu) -> Plan:
-    decoder, weights = _shapes(name, settings.lora, settings.stage == "sft", settings.fast)
+    decoder, weights = _shapes_of(settings, name)
     work, setup = workload(settings, PRESETS[name].family), setup_of(settings)
     found = _estimate(settings, name, gpu)
     work = replace(work, together=found.together)

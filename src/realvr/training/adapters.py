@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from realvr.backbone.backbone import Backbone
-from realvr.errors import UserError, require
+from realvr.backbone.notices import notice_once
+from realvr.errors import UserError, out_of_memory, require
 from realvr.families import Stock
 from realvr.training.marker_rows import fold_marker_rows, train_marker_rows
 from realvr.training.sections import LoraSettings
@@ -44,8 +46,33 @@ class Adapters:
         config = LoraConfig(r=self.rank, lora_alpha=alpha, lora_dropout=settings.dropout, target_modules=names)
         # peft replaces the layers in place: the backbone keeps its model object and its call paths.
         self.peft = get_peft_model(backbone.model, thin(config))
+        if settings.split_products:
+            self._split_products(backbone)
         if markers:
             train_marker_rows(backbone)
+
+    def _split_products(self, backbone: Backbone) -> None:
+        """Of all layers whose split products are right on this device; a notice names the others."""
+        from realvr.training import low_rank
+        from realvr.training.thin_lora import ThinLinear
+
+        if backbone.dtype != torch.bfloat16:
+            notice_once(f"lora.split_products: no effect on a model in {str(backbone.dtype).removeprefix('torch.')}")
+            return
+        layers = [module for module in self.peft.modules() if isinstance(module, ThinLinear)]
+        for inputs, outputs in sorted({layer.widths for layer in layers}):
+            try:
+                gap = low_rank.split_gap(backbone.device, self.rank, inputs, outputs)
+                why = "" if gap <= low_rank.TOLERANCE else f"relative error {gap:.1e}"
+            except RuntimeError as error:  # what this device or torch cannot compute
+                if out_of_memory(error):
+                    raise
+                why = " ".join(str(error).split())[:300]
+            if why:
+                notice_once(f"adapters of layers with {inputs} inputs and {outputs} outputs: not split ({why})")
+                continue
+            for layer in layers:
+                layer.split_products = layer.split_products or layer.widths == (inputs, outputs)
 
     @contextmanager
     def reference(self) -> Iterator[None]:

@@ -37,6 +37,7 @@ MAY_CHANGE = (
     "optim.steps",
     "optim.microbatch",
     "optim.gradients",
+    "lora.split_products",
     "model.fast_vision",
     "model.fused_layers",
     "data.max_dropped",

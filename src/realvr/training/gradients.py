@@ -256,15 +256,14 @@ class DeferredLinear(nn.Linear):
 def defer_gradients(module: nn.Module) -> Deferral | None:
     """Replace the trained linear layers of the decoder and its output layer, in place. None where there are none.
 
-    The embedding, norms, experts (one tensor for all of them) and small matrices such as those of adapters keep
-    autograd's sums.
+    The embedding, norms, experts (one tensor for all of them), small matrices and adapters keep autograd's sums.
     """
     from realvr.training.estimate.shape import part_of  # whose neighbours import this file
 
     deferral, count = Deferral(), 0
     for path, inner in list(module.named_modules()):
         plain = type(inner) is nn.Linear and not (inner._forward_hooks or inner._forward_pre_hooks)
-        decoder = part_of(path) == "layer" or path.split(".")[-1] == "lm_head"
+        decoder = (part_of(path) == "layer" and ".lora_" not in path) or path.split(".")[-1] == "lm_head"
         if plain and decoder and inner.weight.requires_grad and inner.weight.numel() >= LEAST:
             parent, _, name = path.rpartition(".")
             setattr(module.get_submodule(parent), name, DeferredLinear(inner, deferral))

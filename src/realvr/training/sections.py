@@ -198,6 +198,9 @@ class LoraSettings(Section):
     """Dropout on the adapters' input."""
     targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     """Names of the linear layers of the language model that get an adapter."""
+    split_products: bool = False
+    """In bfloat16: compute large products of the 32-bit adapters as sums of bfloat16 ones, on a GPU's matrix units.
+    Saves memory traffic. Results are the same up to rounding, which is checked before training."""
 
 
 VALIDATION_METRICS: dict[str, Literal["higher", "lower"]] = {

@@ -2,22 +2,29 @@
 
 peft's own forward asks at every call what could have been configured, looks its parts up through module attributes, and
 scales, adds and casts in three operations. A decoding step passes 7 adapted layers per decoder layer, so that this took
-most of its time. Everything else is peft's: parameters and their names, merging, export, ``disable_adapter``.
+most of its time. In large passes with gradient its two layers are one node, which keeps less
+(`realvr.training.low_rank`). Everything else is peft's: parameters and their names, merging, export,
+``disable_adapter``.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from peft.tuners.lora import Linear, LoraConfig
 from torch import Tensor, nn
 
+from realvr.backbone import small_kernels
+from realvr.training import low_rank
+
 
 class ThinLinear(Linear):
-    """``base(x) + scaling * B(A(dropout(x)))``, bit for bit what peft computes. Whatever is not one active, unmerged
-    adapter of the plain kind goes peft's way."""
+    """``base(x) + scaling * B(A(dropout(x)))``, bit for bit what peft computes unless products are split. Whatever is
+    not one active, unmerged adapter of the plain kind goes peft's way."""
+
+    split_products = False
+    """Whether large products are split (`Adapters` sets it): then the numbers are peft's up to rounding."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The layer's output, in its own type."""
@@ -34,21 +41,53 @@ class ThinLinear(Linear):
             x = x.view(-1, shape[-1])
         # Parts are called as modules: an engine may gather their parameters in hooks.
         result: Tensor = parts["base_layer"](x)  # type: ignore[misc]
-        if self.cast_input_dtype_enabled:
-            x = x.to(down.weight.dtype)  # type: ignore[arg-type]
-        dropout = parts["lora_dropout"]._modules[name]  # type: ignore[union-attr]
-        if not isinstance(dropout, nn.Identity):
-            x = dropout(x)  # type: ignore[misc]
-        update: Tensor = parts["lora_B"]._modules[name](down(x))  # type: ignore[union-attr, misc]
-        result = _scaled_sum(result, update, self.scaling[name])
+        up: Any = parts["lora_B"]._modules[name]  # type: ignore[union-attr]
+        dropout: Any = parts["lora_dropout"]._modules[name]  # type: ignore[union-attr]
+        drops = _drops(dropout)
+        split = self.split_products and x.numel() // x.shape[-1] * sum(self.widths) >= low_rank.SPLIT_FROM
+        large = split or (torch.is_grad_enabled() and x.numel() >= small_kernels.FEW)
+        if large and not drops and self._narrow(x, down, up):
+            result = low_rank.low_rank(result, x, down.weight, up.weight, self.scaling[name], split)  # type: ignore[arg-type]
+        else:
+            if self.cast_input_dtype_enabled:
+                x = x.to(down.weight.dtype)  # type: ignore[arg-type]
+            if drops:
+                x = dropout(x)
+            result = _scaled_sum(result, up(down(x)), self.scaling[name])
         return result if x.dim() == len(shape) else result.view(*shape[:-1], result.shape[-1])
+
+    def _narrow(self, x: Tensor, down: nn.Module, up: nn.Module) -> bool:
+        """Whether the input has fewer bits than the adapter, so that peft would keep a copy of it, and the two layers
+        can be one node."""
+        return (
+            x.dtype == torch.bfloat16
+            and down.weight.dtype == torch.float32
+            and self.cast_input_dtype_enabled
+            and low_rank.in_place(down)
+            and low_rank.in_place(up)
+            and not torch.is_autocast_enabled(x.device.type)
+        )
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Inputs and outputs."""
+        return int(self.in_features or 0), int(self.out_features or 0)  # peft declares that they may be unknown
+
+    @property
+    def keeps_input(self) -> bool:
+        """Whether large passes in 16 bits keep their input and no copy of it: for estimates of memory."""
+        layers = [*self.lora_A.values(), *self.lora_B.values()]
+        return all(map(low_rank.called_directly, layers)) and not any(map(_drops, self.lora_dropout.values()))
+
+
+def _drops(dropout: nn.Module) -> bool:
+    return not isinstance(dropout, nn.Identity) and dropout.training
 
 
 def _scaled_sum(result: Tensor, update: Tensor, scaling: float) -> Tensor:
     """``(result + update * scaling)`` in the type of ``result``, rounded as in separate operations."""
-    if math.frexp(scaling)[0] != 0.5:  # one operation would round once where two round twice
-        update, scaling = update * scaling, 1.0
-    # Multiplication by a power of two is exact. In place only outside the graph: ``result`` may be a view there.
+    update, scaling = low_rank.scaled(update, scaling)
+    # In place only outside the graph: ``result`` may be a view there.
     if not torch.is_grad_enabled():
         return result.add_(update, alpha=scaling)
     return torch.add(result, update, alpha=scaling).to(result.dtype)

@@ -125,12 +125,19 @@ def large_gate(d: Decoder, tokens: int) -> bool:
     return d.fused_gates and tokens * d.ffn >= small_kernels.FEW
 
 
+def copies(d: Decoder, adapters: bool, tokens: int, width: int) -> bool:
+    """Whether the adapter of a layer with so many inputs keeps a copy of them in 32 bits, not the input itself, in a
+    pass over ``tokens``. Where the model has 32 bits the two are one."""
+    large = d.narrow_adapters and tokens * width >= small_kernels.FEW
+    return adapters and d.itemsize < 4 and not large
+
+
 def product_bytes(d: Decoder, adapters: bool, tokens: int, recomputed: bool) -> int:
-    """What the last layer of a dense MLP keeps of a token: its input, the output of the gate. Adapters keep a copy in
-    32 bits, which is the input itself where the model has these. Behind a large gate the input is made again, but in a
-    layer that is recomputed (``backbone.gate_memory``)."""
-    again = large_gate(d, tokens) and not recomputed and (not adapters or d.itemsize == 4)
-    return 0 if again else d.ffn * (4 if adapters else d.itemsize)
+    """What the last layer of a dense MLP keeps of a token: its input, the output of the gate. Behind a large gate it is
+    made again, but in a layer that is recomputed (``backbone.gate_memory``); a copy is kept."""
+    if copies(d, adapters, tokens, d.ffn):
+        return 4 * d.ffn
+    return 0 if large_gate(d, tokens) and not recomputed else d.ffn * d.itemsize
 
 
 def token_bytes(d: Decoder, adapters: bool, tokens: int, recomputed: bool) -> int:
@@ -145,19 +152,21 @@ def token_bytes(d: Decoder, adapters: bool, tokens: int, recomputed: bool) -> in
         norms += (d.query + d.key) * (wide + trained * scaled)
     # Queries, keys, values, the output (which is also the input of the next layer), log-sum-exp.
     attention = b * (2 * d.query + 2 * d.key) + 4 * d.heads
-    # Inputs of linear layers: the two normalised states, 16-bit and once; adapters make a 32-bit copy for each layer.
-    inputs = 2 * b * d.width * trained
-    if adapters:
-        inputs += 4 * (3 * d.width + d.query)
+    # Inputs of linear layers: the two normalised states, once for all that read them, and the output of attention,
+    # which is counted. Or a copy for each adapter.
+    inputs = 2 * b * d.width
+    if copied := copies(d, adapters, tokens, d.width):
+        inputs = 4 * 3 * d.width + (0 if d.experts else 4 * 2 * d.width)
+    if copies(d, adapters, tokens, d.query):
+        inputs += 4 * d.query
     if d.experts:
         k, e = d.experts_per_token, d.ffn
-        inputs += b * d.width * adapters
+        inputs += b * d.width * copied
         # Gathered input, both halves, their product's factors, output before its weight; indices and router.
         mlp = k * (b * (trained * d.width + 2 * e + e + trained * e + d.width) + 26) + 4 * d.experts
     else:
-        # Both inputs of the gate and, if it is not large, the activated one; two inputs of adapters.
+        # Both inputs of the gate and, if it is not large, the activated one.
         mlp = (2 if large_gate(d, tokens) else 3) * b * d.ffn + product_bytes(d, adapters, tokens, recomputed)
-        mlp += 8 * d.width * adapters
     return norms + attention + inputs + mlp
 
 

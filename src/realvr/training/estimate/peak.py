@@ -210,7 +210,8 @@ def recorded_bytes(decoder: Decoder, weights: Sequence[Weight], work: Workload, 
 
 def _defers(weight: Weight, setup: Setup) -> bool:
     """Whether the gradient of a weight inside the layers is multiplied out for all passes together."""
-    return setup.deferred and not setup.sharded and len(weight.shape) == 2 and weight.numel >= gradients.LEAST
+    large = len(weight.shape) == 2 and weight.numel >= gradients.LEAST
+    return setup.deferred and not setup.sharded and large and not weight.adapter
 
 
 def _head(decoder: Decoder, weight: Weight) -> bool:

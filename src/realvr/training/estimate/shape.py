@@ -69,6 +69,8 @@ class Decoder:
     """Norms that scale in 32 bits (Gemma 3)."""
     fused_gates: bool = False
     """Dense MLPs that make the output of their gate again (``backbone.gate_memory``)."""
+    narrow_adapters: bool = False
+    """Adapters that keep the input of a 16-bit layer, and no copy of it in 32 bits (``training.low_rank``)."""
     itemsize: int = 2
     deepstack: int = 0
     vision_width: int = 0
@@ -112,6 +114,7 @@ def decoder_of(model: Stock) -> Decoder:
         norms=len(norms),
         wide_norms="Gemma" in type(norms[0]).__name__,
         fused_gates=is_fused(layer.mlp),
+        narrow_adapters=any(getattr(module, "keeps_input", False) for module in layer.modules()),
         itemsize=model.get_input_embeddings().weight.element_size(),
         deepstack=len(getattr(vision, "deepstack_visual_indexes", ()) or ()),
         vision_width=int(vision.hidden_size),

@@ -1,0 +1,363 @@
+"""Adapters as one node of the graph: peft's numbers bit for bit; with split products, float64's up to rounding."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import Linear
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from helpers import DEVICE, mixed_prompts
+from live_memory import LiveMemory
+from realvr.backbone import Backbone, small_kernels
+from realvr.latent.span import prefill
+from realvr.training import low_rank
+from realvr.training.adapters import Adapters
+from realvr.training.gradients import DeferredLinear, defer_gradients
+from realvr.training.sections import LoraSettings
+from realvr.training.thin_lora import ThinLinear, thin
+
+ROWS, INPUTS, OUTPUTS, RANK = 40, 24, 56, 4
+BF16, WIDE = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def _small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small_kernels, "FEW", 1)
+    monkeypatch.setattr(low_rank, "SPLIT_FROM", 1)
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each pass through the node: whether products are split."""
+    found: list[bool] = []
+
+    def watched(*args: Any) -> Tensor:
+        found.append(args[-1])
+        return low_rank._LowRank.apply(*args)
+
+    monkeypatch.setattr(low_rank, "low_rank", watched)
+    return found
+
+
+def layer(alpha: float = 8, dropout: float = 0.0, bias: bool = True) -> Any:
+    """A bfloat16 layer with a 32-bit adapter that is not zero."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(INPUTS, OUTPUTS, bias=bias)).to(DEVICE, BF16)
+    config = LoraConfig(r=RANK, lora_alpha=alpha, lora_dropout=dropout, target_modules=["0"])
+    made: Any = get_peft_model(net, thin(config)).base_model.model[0]
+    made.lora_B["default"].weight.data.normal_()
+    assert type(made) is ThinLinear and made.lora_A["default"].weight.dtype == WIDE
+    return made
+
+
+def stock(adapted: Any) -> Any:
+    """The same layer with peft's forward pass."""
+    adapted.__class__ = Linear
+    return adapted
+
+
+def given(rows: int = ROWS) -> Tensor:
+    numbers = torch.Generator().manual_seed(1)
+    return torch.randn(2, rows // 2, INPUTS, generator=numbers).to(DEVICE, BF16).requires_grad_()
+
+
+def learnt(adapted: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
+    """The output, and the gradients of input and adapter."""
+    out = (run or adapted)(x)
+    seen = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    return [out.detach(), *torch.autograd.grad(out, [x, *trained], seen)]
+
+
+def same(mine: list[Tensor], right: list[Tensor]) -> None:
+    assert len(mine) == len(right) == 4
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(mine, right, strict=True))
+
+
+# ---------------------------------------------------------------------- peft's numbers
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("alpha", [8, 7], ids=["power of two", "other scaling"])
+def test_bit_for_bit(alpha: float, bias: bool, used: list[bool]) -> None:
+    mine = learnt(layer(alpha, bias=bias), given())
+    assert used == [False]
+    same(mine, learnt(stock(layer(alpha, bias=bias)), given()))
+    assert used == [False]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed(reentrant: bool, used: list[bool]) -> None:
+    adapted = layer()
+    again = learnt(adapted, given()) if not reentrant else None
+
+    def run(x: Tensor) -> Tensor:
+        return checkpoint(adapted, x, use_reentrant=reentrant)
+
+    if again is not None:
+        same(learnt(adapted, given(), run), again)
+        assert used == [False] * 3
+        return
+    x, other = given(), given()  # the reentrant kind knows no torch.autograd.grad
+    run(x).float().sum().backward()
+    mine = [x.grad, *(p.grad for p in adapted.parameters() if p.requires_grad)]
+    for p in adapted.parameters():
+        p.grad = None
+    adapted(other).float().sum().backward()
+    right = [other.grad, *(p.grad for p in adapted.parameters() if p.requires_grad)]
+    assert all(map(torch.equal, mine, right)) and used[-1] is False
+
+
+def test_gradients_that_nobody_wants() -> None:
+    """A frozen half of the adapter, an input without gradient: the others are the same."""
+    for frozen in ("lora_A", "lora_B", "x"):
+        found = []
+        for own in (True, False):
+            adapted, x = layer(), given()
+            adapted = adapted if own else stock(adapted)
+            if frozen == "x":
+                x = x.detach()
+            else:
+                getattr(adapted, frozen)["default"].weight.requires_grad_(False)
+            adapted(x).float().square().sum().backward()
+            found.append([p.grad for p in [x, *adapted.parameters()]])
+        assert sum(g is None for g in found[0]) >= 1
+        for mine, right in zip(*found, strict=True):
+            assert (mine is None) == (right is None) and (mine is None or torch.equal(mine, right))
+
+
+def test_a_changed_input_is_an_error() -> None:
+    for own in (True, False):
+        adapted = layer() if own else stock(layer())
+        x = given() * 1
+        total = adapted(x).float().sum()
+        with torch.no_grad():
+            x.mul_(2)
+            if not own:  # peft keeps a copy, and does not notice
+                total.backward()
+                continue
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            total.backward()
+
+
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "gemma3", "qwen3-vl-moe"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_whole_pass_is_that_of_peft(
+    build_tiny: Callable[[str], Path], family: str, checkpointed: bool, used: list[bool]
+) -> None:
+    found = []
+    for own in (True, False):
+        backbone = Backbone.load(build_tiny(family), dtype=BF16, device=DEVICE)
+        torch.manual_seed(0)
+        Adapters(backbone, LoraSettings(rank=RANK, alpha=8))
+        layers = [module for module in backbone.model.modules() if isinstance(module, Linear)]
+        for each in layers:
+            each.lora_B["default"].weight.data.normal_(std=0.05)
+            if not own:
+                stock(each)
+        batch = backbone.batch(mixed_prompts(backbone)[:2])
+        visual = backbone.encode_images(batch.images)
+        _, hidden = prefill(backbone, batch, visual, checkpointed=checkpointed)
+        # The square of normalised states would be a constant, and its gradient rounding.
+        weight = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+        (hidden.float() * weight).sum().backward()
+        # The last layer's output has no part in it where only keys and values are read.
+        found.append([hidden.detach(), *(p.grad for p in backbone.model.parameters() if p.requires_grad)])
+    assert len(used) >= len(layers)
+    for mine, right in zip(*found, strict=True):
+        assert (mine is None) == (right is None) and (mine is None or torch.equal(mine, right))
+
+
+# ---------------------------------------------------------------------- what is kept
+
+
+def kept(adapted: nn.Module, x: Tensor) -> int:
+    """Bytes that one pass leaves, output and input not counted."""
+    with LiveMemory(adapted) as memory:
+        memory.known.add(x.untyped_storage()._cdata)
+        out = adapted(x)
+        found = memory.now - out.nbytes
+        del out
+        gc.collect()
+        assert memory.now == 0
+    return found
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="counts what the CPU's operations leave")
+def test_no_copy_of_the_input_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner, copy = 4 * ROWS * RANK, 4 * ROWS * INPUTS
+    assert kept(layer(), given()) == inner
+    assert kept(stock(layer()), given()) == inner + copy
+    monkeypatch.setattr(small_kernels, "FEW", ROWS * INPUTS + 1)
+    assert kept(layer(), given()) == inner + copy
+    monkeypatch.setattr(small_kernels, "FEW", ROWS * INPUTS)
+    assert kept(layer(), given()) == inner
+    split = layer()
+    split.split_products = True
+    assert kept(split, given()) == inner
+
+
+# ---------------------------------------------------------------------- where it does not apply
+
+
+def test_peft_s_way_where_layers_are_not_plain(used: list[bool]) -> None:
+    """Hooks (an engine gathers weights there), dropout, autocast, layers of another kind, 32-bit inputs."""
+    hooked, dropping, other = layer(), layer(dropout=0.5), layer()
+    hooked.lora_A["default"].register_forward_pre_hook(lambda module, args: None)
+    other.lora_B["default"] = DeferredLinear(other.lora_B["default"], None)  # type: ignore[arg-type]
+    for adapted in (hooked, dropping, other):
+        assert not adapted.keeps_input
+        adapted(given())
+    plain = layer()
+    with torch.autocast(DEVICE, BF16):
+        plain(given())
+    plain.float()(given().float())
+    assert used == []
+    assert layer().keeps_input and layer(dropout=0.5).eval().keeps_input
+    layer(dropout=0.5).eval()(given())
+    assert used == [False]
+
+
+def test_adapters_are_not_deferred(build_tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("realvr.training.gradients.LEAST", 0)
+    backbone = Backbone.load(build_tiny("qwen2.5-vl"), dtype=BF16, device=DEVICE)
+    Adapters(backbone, LoraSettings(rank=RANK))
+    assert defer_gradients(backbone.model) is None
+
+
+# ---------------------------------------------------------------------- split products
+
+
+def exact(adapted: Any, x: Tensor) -> list[Tensor]:
+    """Output and gradients in float64, from the equation, before anything is rounded; last the size of the two terms of
+    the input's gradient, each of which is rounded before they are added."""
+    base, scaling = adapted.base_layer, adapted.scaling["default"]
+    down, up = (getattr(adapted, name)["default"].weight.detach().double() for name in ("lora_A", "lora_B"))
+    x = x.detach().flatten(0, 1).double()
+    result = base(x.to(BF16)).detach().double()
+    grad = torch.randn(2, ROWS // 2, OUTPUTS, generator=torch.Generator().manual_seed(2)).to(DEVICE, BF16)
+    grad = grad.flatten(0, 1).double()
+    inner, back = x @ down.t(), grad @ up * scaling
+    first, second = grad @ base.weight.double(), back @ down
+    return [
+        result + inner @ up.t() * scaling,
+        first + second,
+        back.t() @ x,
+        grad.t() @ inner * scaling,
+        first.abs() + second.abs(),
+    ]
+
+
+@pytest.mark.parametrize("alpha", [8, 7], ids=["power of two", "other scaling"])
+def test_split_products_are_float64_up_to_rounding(alpha: float, used: list[bool]) -> None:
+    adapted = layer(alpha)
+    adapted.split_products = True
+    out, of_x, of_down, of_up = (t.double() for t in learnt(adapted, given()))
+    right = exact(adapted, given())
+    assert used == [True]
+    torch.testing.assert_close(out.flatten(0, 1), right[0], rtol=2**-8, atol=1e-4)
+    assert ((of_x.flatten(0, 1) - right[1]).abs() <= 2**-8 * (right[4] + right[1].abs()) * 1.001 + 1e-4).all()
+    for mine, theirs in ((of_down, right[2]), (of_up, right[3])):
+        assert (mine - theirs).norm() / theirs.norm() < 2e-5  # 16 bits; of bfloat16 alone 2e-3
+    narrow = layer(alpha)  # the bound is one that single halves do not keep
+    for part in (narrow.lora_A, narrow.lora_B):
+        part["default"].weight.data = part["default"].weight.data.bfloat16().float()
+    coarse = learnt(stock(narrow), given())
+    assert (coarse[2].double() - right[2]).norm() / right[2].norm() > 1e-3
+
+
+def test_split_without_gradient() -> None:
+    """A long prompt of a rollout: the numbers of the pass with gradient."""
+    adapted = layer()
+    adapted.split_products = True
+    with torch.no_grad():
+        still = adapted(given())
+    assert torch.equal(still, learnt(adapted, given())[0])
+    assert not torch.equal(still, layer()(given()).detach()) or DEVICE == "cpu"
+
+
+@pytest.mark.parametrize("rank", [4, 16, 64])
+def test_the_gap_of_a_device_that_is_right(rank: int) -> None:
+    assert low_rank.split_gap(torch.device(DEVICE), rank, 384, 256) < 3e-5 < low_rank.TOLERANCE / 3
+
+
+def broken(name: str) -> tuple[str, Callable[..., Tensor]]:
+    """A function of the module, and a wrong one for it."""
+    wide, summed, plus, product = low_rank._wide, low_rank._summed, low_rank._plus, low_rank._product
+
+    def rounded(a: Tensor, b: Tensor) -> Tensor:
+        return product(a, b).bfloat16().float()
+
+    def without_low(x: Tensor, high: Tensor, low: Tensor) -> None:
+        high.copy_(x)
+        low.zero_()
+
+    cases: dict[str, tuple[str, Any]] = {
+        "sums in 16 bits": ("_product", rounded),
+        "no low half": ("_into_halves", without_low),
+        "a row is missing": ("_summed", lambda a, b: summed(a[1:], b[1:])),
+        "base left out": ("_plus", lambda base, a, b: plus(None, a, b)),
+        "not a number": ("_wide", lambda a, b: wide(a, b).index_fill(0, torch.tensor([3], device=DEVICE), torch.nan)),
+        "one row wrong": ("_wide", lambda a, b: wide(a, b).index_fill(0, torch.tensor([3], device=DEVICE), 0.0)),
+    }
+    return cases[name]
+
+
+WRONG = ("sums in 16 bits", "no low half", "a row is missing", "base left out", "not a number", "one row wrong")
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_the_gap_of_a_device_that_is_wrong(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(low_rank, *broken(what))
+    assert low_rank.split_gap(torch.device(DEVICE), 16, 384, 256) > low_rank.TOLERANCE
+
+
+def adapted_model(build_tiny: Callable[[str], Path], dtype: torch.dtype = BF16) -> tuple[set[bool], list[str]]:
+    """Whether the adapters of a model split their products, and the notices."""
+    backbone = Backbone.load(build_tiny("qwen2.5-vl"), dtype=dtype, device=DEVICE)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Adapters(backbone, LoraSettings(rank=RANK, split_products=True))
+    layers = [module for module in backbone.model.modules() if isinstance(module, ThinLinear)]
+    return {each.split_products for each in layers}, [str(each.message) for each in caught]
+
+
+def test_the_setting(build_tiny: Callable[[str], Path]) -> None:
+    assert adapted_model(build_tiny) == ({True}, [])
+    assert not ThinLinear.split_products and not LoraSettings().split_products
+
+
+def test_no_effect_in_other_formats(build_tiny: Callable[[str], Path]) -> None:
+    split, notices = adapted_model(build_tiny, WIDE)
+    assert split == {False} and notices == ["lora.split_products: no effect on a model in float32"]
+
+
+def test_a_device_that_computes_something_else(build_tiny: Callable[[str], Path], monkeypatch: Any) -> None:
+    monkeypatch.setattr(low_rank, *broken("no low half"))
+    split, notices = adapted_model(build_tiny)
+    assert split == {False} and notices and all("not split (relative error" in text for text in notices)
+
+
+def test_a_device_that_cannot(build_tiny: Callable[[str], Path], monkeypatch: Any) -> None:
+    def refuse(*_: Any) -> Tensor:
+        raise RuntimeError("out_dtype is not supported\nhere")
+
+    monkeypatch.setattr(low_rank, "_product", refuse)
+    split, notices = adapted_model(build_tiny)
+    assert split == {False} and all(text.endswith("not split (out_dtype is not supported here)") for text in notices)
+
+    def full(*_: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(low_rank, "_product", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        adapted_model(build_tiny)
