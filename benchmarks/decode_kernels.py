@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from speed_kit import FULL, Bench, Results, about, quiet
-from speed_options import parse_options
-from speed_sections import sampling
 from torch import Tensor
 
 from realvr.backbone import decode_kernels, small_kernels
 from realvr.backbone.static import StaticPass
 from realvr.latent.group_rollout import decode
 from realvr.latent.span import prefill
+from speed_kit import FULL, Bench, Results, about, quiet
+from speed_options import parse_options
+from speed_sections import sampling
 
 LAYERS = 12
 COLUMNS, SEEN = 2816, 2709  # of the trunk, rounded up; of them in use

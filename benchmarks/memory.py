@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from foundation import random_backbone
 from PIL import Image
 
+from foundation import random_backbone
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.types import Prompt, Turn
 from realvr.training.adapters import Adapters

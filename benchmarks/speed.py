@@ -34,17 +34,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import speed_evaluation
 import speed_growth
 import speed_sections
 import speed_steps
-import torch
+from realvr.families import FAMILIES
+from realvr.zoo.presets import PRESETS
 from speed_kit import FULL, SMALL, Bench, OutOfTime, Sizes, about, ceilings, quiet
 from speed_options import parse_options
 from speed_results import ROOT, Results, put_lora_vs_full
-
-from realvr.families import FAMILIES
-from realvr.zoo.presets import PRESETS
 
 TARGETS = {
     "decode_bandwidth_fraction": (">=", 0.60),

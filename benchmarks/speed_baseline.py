@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
+
 from foundation import generate_inputs, generate_options
 from speed_kit import Bench
 from speed_options import stock_layers

@@ -9,10 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from speed_kit import Bench, Sizes, peak_gib, reserved_gib, reset_peak, wait
-from speed_results import Timing
-from speed_steps import CHOICES, QUESTION, picture
-
 from realvr.data.sample import ImageRef, Sample
 from realvr.evaluation.asking import ImageLoader
 from realvr.evaluation.model_responder import ModelResponder
@@ -20,6 +16,9 @@ from realvr.evaluation.questions import Questions
 from realvr.evaluation.runner import TIMING, EvalSettings, evaluate
 from realvr.latent.sampling import Sampling
 from realvr.runs.files import read_json
+from speed_kit import Bench, Sizes, peak_gib, reserved_gib, reset_peak, wait
+from speed_results import Timing
+from speed_steps import CHOICES, QUESTION, picture
 
 CYCLES = 4
 """The rotations of a question, which share their picture."""

@@ -17,12 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from speed_kit import Bench, OutOfTime, Sizes, held_gib
-from speed_sections import TrainPass, cut, sampling
-
 from realvr.errors import out_of_memory
 from realvr.latent.group_rollout import rollout
 from realvr.runs.files import read_json
+from speed_kit import Bench, OutOfTime, Sizes, held_gib
+from speed_sections import TrainPass, cut, sampling
 
 GRIDS = ((8, 16), (16, 16), (16, 32), (32, 40), (40, 64), (64, 80))
 SERIES: dict[str, tuple[int, ...]] = {

@@ -9,16 +9,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from memory import QUESTION, Case, _prompt, model, rl_batch
-from speed_flops import attention_formulas
-from speed_options import Options, Switched
-from speed_results import Results, Timing, machine
 from torch.utils.flop_counter import FlopCounterMode
 
+from memory import QUESTION, Case, _prompt, model, rl_batch
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.types import Prompt
 from realvr.training.estimate import decoder_of, weights_of
 from realvr.training.rl_batch import RlBatch
+from speed_flops import attention_formulas
+from speed_options import Options, Switched
+from speed_results import Results, Timing, machine
 
 GIB = 2**30
 

@@ -6,11 +6,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from memory import sft_batch
-from speed_baseline import BASELINE, examples, generate, naive_pass, naive_seconds, stock, time_stock
-from speed_kit import Bench, DoesNotFit, flops, step_bytes
-from speed_results import Timing
 
+from memory import sft_batch
 from realvr.backbone.types import Prompt
 from realvr.errors import out_of_memory
 from realvr.latent.group_rollout import Rollout, decode, rollout
@@ -22,6 +19,9 @@ from realvr.training.method import Step
 from realvr.training.methods.lvr_sft import LvrSft, LvrSftConfig
 from realvr.training.methods.realvr import ReaLVR, ReaLVRConfig
 from realvr.training.rl_batch import RlBatch
+from speed_baseline import BASELINE, examples, generate, naive_pass, naive_seconds, stock, time_stock
+from speed_kit import Bench, DoesNotFit, flops, step_bytes
+from speed_results import Timing
 
 MODES = ("cached", "checkpointed-prefill", "checkpointed")
 TRIES = ("cached", "checkpointed-prefill 0.25", "checkpointed-prefill", "checkpointed")

@@ -15,11 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from speed_baseline import naive_seconds
-from speed_kit import STEP_MICROBATCH, Bench, DoesNotFit, text_tokens, wait
-from speed_options import thick_adapters
-from speed_results import Timing, put_lora_vs_full
-from speed_sections import QWEN_ONLY, generate_seconds, span_counts
 
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.samples import conversation
@@ -34,6 +29,11 @@ from realvr.training.prompts import PromptBatch
 from realvr.training.settings import RlSettings
 from realvr.training.sources import training_data
 from realvr.training.tracking import Tracker
+from speed_baseline import naive_seconds
+from speed_kit import STEP_MICROBATCH, Bench, DoesNotFit, text_tokens, wait
+from speed_options import thick_adapters
+from speed_results import Timing, put_lora_vs_full
+from speed_sections import QWEN_ONLY, generate_seconds, span_counts
 
 QUESTION = "What color is the object in the marked part of the picture, and where is it with respect to the others? "
 CHOICES = ["red", "green", "blue", "yellow"]

@@ -21,15 +21,12 @@ import pytest
 import torch
 
 import naive_stage2 as naive
-from realvr.backbone.backbone import Backbone
-from realvr.training import gradients as gradients_module
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-
 import speed
 import speed_baseline
 import speed_growth
 import speed_sections
+from realvr.backbone.backbone import Backbone
+from realvr.training import gradients as gradients_module
 from speed_kit import SMALL, Bench, OutOfTime, about, step_bytes, timed
 from speed_options import CHOICES, parse_options
 from speed_results import Results, Timing
@@ -314,8 +311,9 @@ def test_growth_is_fitted_and_drawn(tmp_path: Path) -> None:
 
 def test_operations_of_attention_are_those_that_torch_counts() -> None:
     """With fewer heads of keys than of queries, which this torch counts itself; packed rows, by hand."""
-    import speed_flops
     from torch.utils import flop_counter
+
+    import speed_flops
 
     query, key = torch.empty(2, 8, 5, 16), torch.empty(2, 4, 7, 16)
     forward = flop_counter.sdpa_flop_count(query.shape, key.shape, key.shape)

@@ -13,16 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-
 import speed
 import speed_baseline
 import speed_growth
+from realvr.errors import UserError
 from speed_kit import FULL, SMALL, Bench, OutOfTime, Sizes, about, step_bytes
 from speed_options import parse_options
 from speed_results import Results, Timing, put_lora_vs_full
-
-from realvr.errors import UserError
 
 CPU = torch.device("cpu")
 PRESET = "tiny:qwen2.5-vl"

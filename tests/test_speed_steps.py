@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 import time
 import weakref
 from dataclasses import replace
@@ -14,17 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-
 import speed_evaluation
 import speed_kit
 import speed_sections
 import speed_steps
-from speed_kit import FULL, SMALL, Bench, DoesNotFit, OutOfTime, about, text_tokens
-from speed_results import Results
-
 from realvr.errors import UserError
 from realvr.training import loop
+from speed_kit import FULL, SMALL, Bench, DoesNotFit, OutOfTime, about, text_tokens
+from speed_results import Results
 
 CPU = torch.device("cpu")
 PRESET = "tiny:qwen2.5-vl"

@@ -8,7 +8,6 @@ thirteen within 5 %.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+import memory as benchmark
 import op_tape
 from live_memory import LiveMemory
 from realvr.backbone import Backbone, fused_norms, small_kernels
@@ -36,10 +36,6 @@ from realvr.training.method import Step
 from realvr.training.methods.lvr_sft import LvrSft, LvrSftConfig
 from realvr.training.methods.realvr import ReaLVR, ReaLVRConfig
 from realvr.training.sections import LoraSettings
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import memory as benchmark
 
 LAYERS, FFN, RANK = 5, 256, 4
 FAMILIES = ("qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe", "gemma3")  # InternVL's decoder is that of Qwen2.5

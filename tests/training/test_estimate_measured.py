@@ -4,7 +4,6 @@ named) and ``docs/results/memory-h200.json`` (``benchmarks/memory.py``, two of i
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -13,14 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+import memory as benchmark
 from realvr.training.estimate import Decoder, Setup, Weight, Workload, decoder_of, estimate, weights_of, with_adapters
 from realvr.training.estimate.peak import GIB
 from realvr.training.sections import LoraSettings
 from realvr.zoo.presets import preset_config
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import memory as benchmark
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 ROWS = json.loads((RESULTS / "memory.json").read_text())["rows"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import memory as benchmark
 from engine_runs import assert_same_model, assert_same_steps, train
 from live_memory import LiveMemory
 from realvr.backbone import Backbone
@@ -33,10 +33,6 @@ from realvr.training.methods.lvr_sft import LvrSft, LvrSftConfig
 from realvr.training.methods.realvr import ReaLVR, ReaLVRConfig
 from realvr.training.sections import LoraSettings
 from stage_runs import configure, lines, make, numbers, world, write
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import memory as benchmark
 
 CASE = benchmark.Case("", "", grid=(4, 6), group=3, answer=6, latents=3, rows=2)
 MODES = ("cached", "checkpointed-prefill", "checkpointed")
