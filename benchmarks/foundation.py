@@ -13,7 +13,7 @@ import argparse
 import gc
 import importlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,9 +34,15 @@ from realvr.zoo.tiny import _token_ids
 from realvr.zoo.tiny_tokenizer import build_tokenizer
 
 
-def random_backbone(preset: str, device: torch.device, dtype: torch.dtype, layers: int | None) -> Backbone:
-    """A backbone of the preset's shape with random weights, and the small tokenizer of its family."""
+def random_backbone(
+    preset: str, device: torch.device, dtype: torch.dtype, layers: int | None, sizes: Mapping[str, Any] | None = None
+) -> Backbone:
+    """A backbone of the preset's shape with random weights, and the small tokenizer of its family. ``sizes`` changes
+    fields of ``text_config`` and ``vision_config``."""
     config = preset_config(preset)
+    for part, fields in (sizes or {}).items():
+        for name, value in fields.items():
+            setattr(getattr(config, part), name, value)
     family = FAMILIES[PRESETS[preset].family]
     tokenizer = build_tokenizer(family.name)
     for name, token in _token_ids(family.name, tokenizer).items():

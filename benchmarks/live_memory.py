@@ -1,5 +1,5 @@
 """Bytes of tensors that are alive while code runs on the CPU, by watching every operation: what a GPU's allocator would
-report, but for what kernels need inside."""
+report, but for what kernels need inside. The operations are counted, too: on a GPU each is a launch or a few."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """``now`` and ``peak`` bytes of storages that came into being inside, those of ``given`` modules not counted."""
+    """``now`` and ``peak`` bytes of storages that came into being inside, those of ``given`` modules not counted, and
+    ``operations`` that are no mere views."""
 
     def __init__(self, *given: nn.Module) -> None:
         super().__init__()
         tensors = [tensor for module in given for tensor in (*module.parameters(), *module.buffers())]
         self.known = {tensor.untyped_storage()._cdata for tensor in tensors}
-        self.now = self.peak = 0
+        self.now = self.peak = self.operations = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += not function.is_view
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):

@@ -67,6 +67,25 @@ class Case:
 
 
 SEVEN, EIGHT = "Qwen2.5-VL-7B", "Qwen3-VL-8B"
+NARROW = {
+    "text_config": {
+        "hidden_size": 256,
+        "intermediate_size": 1344,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 10752,
+    },
+    "vision_config": {
+        "depth": 4,
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_heads": 2,
+        "fullatt_block_indexes": [3],
+        "out_hidden_size": 256,
+    },
+}
+"""The 7B shape with a fourteenth of its width and 4 layers, heads as wide as before: a CPU takes prompts of real
+length. Attention's quadratic term weighs more than at full width."""
 CASES = [
     Case("7B Stage 2, full, cached", SEVEN, memory="cached"),
     Case("7B Stage 2, full, cached, gradients of autograd", SEVEN, memory="cached", deferred=False),
@@ -243,8 +262,10 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
 
 
 def model(preset: str, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Backbone:
-    """Random weights of a preset, or a small model: ``tiny:FAMILY`` or ``mini:FAMILY``."""
+    """Random weights of a preset, a small model (``tiny:FAMILY``, ``mini:FAMILY``), or the 7B shape made ``narrow``."""
     size, _, family = preset.partition(":")
+    if preset == "narrow":
+        return random_backbone(SEVEN, device, dtype, 4, NARROW)
     if not family:
         return random_backbone(preset, device, dtype, None)
     import tempfile

@@ -6,6 +6,7 @@
     python benchmarks/speed.py --only lora_peak_gib --lora-microbatch 2 --memory checkpointed
     python benchmarks/speed.py --options fast plain         fast paths on and off, side by side
     python benchmarks/speed.py --growth --resume            against visual tokens, K, G and prompts
+    python benchmarks/speed.py --device cpu --preset narrow --growth    the same, counted without a GPU
     python benchmarks/speed.py --device cpu --preset tiny   tries the script out, in seconds
 
 Builds a paper backbone with random weights, measures this machine's ceilings (bfloat16 product, copy), then section by
@@ -193,7 +194,7 @@ def attempt(bench: Bench, section: str, run: Callable[[Bench], object]) -> str |
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--preset", default="Qwen2.5-VL-7B", choices=[*PRESETS, "tiny", "mini"])
+    parser.add_argument("--preset", default="Qwen2.5-VL-7B", choices=[*PRESETS, "tiny", "mini", "narrow"])
     parser.add_argument("--family", default="qwen2.5-vl", choices=list(FAMILIES), help="of a tiny or mini model")
     parser.add_argument("--only", default="", help="sections or names, with commas between them: measured again")
     parser.add_argument("--minutes", type=float, default=60.0, help="nothing new is begun after that")
@@ -220,7 +221,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--growth", action="store_true", help="time and memory against the sizes, with exponents")
     parser.add_argument("--demo", type=Path, help="print the shares of a step in the runs of a demo, and stop")
     parser.add_argument("--out", type=Path, help="file of results; by default named after machine and preset")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.preset == "narrow" and not args.growth:
+        parser.error(
+            "--preset narrow is for --growth: its prompts are long and its layers small, other names mean nothing"
+        )
+    return args
 
 
 def place(args: argparse.Namespace, device: torch.device) -> Path:

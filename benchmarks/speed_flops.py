@@ -1,4 +1,5 @@
-"""Operations of attention for `FlopCounterMode`: torch before 2.12 counts no fewer heads of keys than of queries.
+"""Operations of attention for `FlopCounterMode`: torch before 2.12 counts no fewer heads of keys than of queries, and
+none counts attention on a CPU.
 
 A causal mask is not taken into account, as torch does it: two products forward, five backward.
 """
@@ -23,6 +24,8 @@ def attention_formulas() -> dict[Any, Callable[..., int]]:
     for kind in kinds:
         found[getattr(_aten, f"_scaled_dot_product_{kind}_attention")] = _dense
         found[getattr(_aten, f"_scaled_dot_product_{kind}_attention_backward")] = _dense_backward
+    found[_aten._scaled_dot_product_flash_attention_for_cpu] = _dense
+    found[_aten._scaled_dot_product_flash_attention_for_cpu_backward] = _dense_backward
     return found | {_aten._flash_attention_forward: _packed, _aten._flash_attention_backward: _packed_backward}
 
 

@@ -5,6 +5,10 @@ logarithms, with the root mean square of what it leaves; ``last`` is the slope b
 fixed costs matter least. ``above_gib`` is the peak without what was held before the pass, which is the weights.
 Attention's own term is quadratic in the visual tokens; nothing should grow faster.
 
+On a CPU there is no allocator to ask: one more run of each point counts the bytes of tensors that are alive, operations
+that are no mere views, and floating-point operations. These say how the code grows on any device. ``--preset narrow``
+is made for that: a narrow model with prompts of real length.
+
 The point that all series share is measured once, and every point is written as soon as it is known.
 """
 
@@ -17,10 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from live_memory import LiveMemory
+from realvr.backbone.backbone import Backbone
 from realvr.errors import out_of_memory
 from realvr.latent.group_rollout import rollout
 from realvr.runs.files import read_json
-from speed_kit import Bench, OutOfTime, Sizes, held_gib
+from speed_kit import GIB, Bench, OutOfTime, Sizes, flops, held_gib
 from speed_sections import TrainPass, cut, sampling
 
 GRIDS = ((8, 16), (16, 16), (16, 32), (32, 40), (40, 64), (64, 80))
@@ -98,10 +104,19 @@ def _work(bench: Bench, name: str, prompts: int, memory: str) -> dict[str, Any]:
         if not out_of_memory(error):
             raise
         return {"seconds": None, "peak_gib": None, "error": "does not fit"}
+    if device.type == "cpu":
+        return {"seconds": round(timing.seconds, 5), **counted(run, backbone)}
     peak = timing.most_gib
     above = None if peak is None or held is None else round(peak - held, 3)
     facts = {"seconds": round(timing.seconds, 5), "peak_gib": peak, "held_gib": held, "above_gib": above}
     return facts | {"reserved_gib": timing.reserved_gib}
+
+
+def counted(run: Callable[[], object], backbone: Backbone) -> dict[str, float]:
+    """What a run does, whatever it runs on."""
+    with LiveMemory(backbone.model) as live:
+        run()
+    return {"above_gib": live.peak / GIB, "operations": live.operations, "flops": flops(run)}
 
 
 def key_of(sizes: Sizes, prompts: int) -> Key:
@@ -128,8 +143,7 @@ def measure(bench: Bench, memory: str = "checkpointed-prefill") -> bool:
                 if key not in known:
                     bench.in_time()
                     known[key] = point(bench, sizes, prompts, memory)
-                said = ", ".join(f"{name} {known[key][name]['seconds']} s" for name in WORK if name in known[key])
-                print(f"{series} {value}: {said}", flush=True)
+                print(f"{series} {value}: {_said(known[key])}", flush=True)
                 _put(bench, series, sizes_of, {**before, **known}, memory)
         complete = True
     except OutOfTime:
@@ -138,6 +152,15 @@ def measure(bench: Bench, memory: str = "checkpointed-prefill") -> bool:
         for name, fitted in bench.results.content[series]["value"].items():
             print(f"{series:<10} {name:<24} {fitted}", flush=True)
     return complete
+
+
+def _said(found: Mapping[str, Any]) -> str:
+    units = {"seconds": "s", "above_gib": "GiB", "operations": "operations"}
+    parts = []
+    for name in (name for name in WORK if name in found):
+        known = [f"{found[name][key]:.4g} {unit}" for key, unit in units.items() if found[name].get(key) is not None]
+        parts.append(f"{name} {', '.join(known) or found[name]['error']}")
+    return "; ".join(parts)
 
 
 def _before(bench: Bench, plan: Mapping[str, Workloads]) -> dict[Key, dict[str, Any]]:
@@ -162,10 +185,11 @@ def _put(bench: Bench, series: str, sizes_of: Workloads, known: Mapping[Key, dic
 
 
 def exponents(series: str, points: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Fits of time and memory for each kind of work, memory as a whole and above what was held before."""
+    """Fits of all that was measured for each kind of work: time, memory as a whole and above what was held before; of
+    a CPU, what was counted."""
     found: dict[str, Any] = {}
     for name in WORK:
-        for quantity in ("seconds", "peak_gib", "above_gib"):
+        for quantity in ("seconds", "peak_gib", "above_gib", "operations", "flops"):
             known = [(p[series], p[name][quantity]) for p in points if name in p and p[name].get(quantity)]
             if known and (fitted := fit(*zip(*known, strict=True))) is not None:
                 found[f"{name}, {quantity}"] = fitted

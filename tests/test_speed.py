@@ -322,6 +322,8 @@ def test_operations_of_attention_are_those_that_torch_counts() -> None:
     aten = torch.ops.aten
     assert formulas[aten._scaled_dot_product_flash_attention](query, key, key) == forward
     assert formulas[aten._scaled_dot_product_flash_attention_backward](query, query, key, key) == backward
+    assert formulas[aten._scaled_dot_product_flash_attention_for_cpu](query, key, key) == forward
+    assert formulas[aten._scaled_dot_product_flash_attention_for_cpu_backward](query, query, key, key) == backward
     packed, ends = torch.empty(9, 8, 16), torch.tensor([0, 4, 9])
     by_hand = 2 * 2 * 8 * (4 * 4 + 5 * 5) * 16
     assert formulas[aten._flash_attention_forward](packed, packed, packed, ends, ends) == by_hand
