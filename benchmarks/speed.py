@@ -19,10 +19,10 @@ preset and workload (visual and text tokens, G, K, answer, prompts, ...), otherw
 memory mode, questions, options and commit stand in the entries, so that those of several runs can be told apart; a
 ratio of two runs has a note.
 
-What fits: whole steps begin with microbatches of 4 and go down to 2 and 1 where memory runs out (--microbatch 8 begins
-with 8; --lora-microbatch does the same for LoRA). The train part tries `cached` with all prompts first, or with
---microbatch at most so many. A section that fails is recorded under ``failures``, the others go on, and the exit code
-is 1. Nothing new is begun after --minutes: no section, model, try, warm-up or repeat.
+What fits: whole steps begin with microbatches of 4, with LoRA of all prompts, and go down where memory runs out
+(--microbatch 8 begins with 8; --lora-microbatch does the same for LoRA). The train part tries `cached` with all prompts
+first, or with --microbatch at most so many. A section that fails is recorded under ``failures``, the others go on, and
+the exit code is 1. Nothing new is begun after --minutes: no section, model, try, warm-up or repeat.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ import speed_sections
 import speed_steps
 from realvr.families import FAMILIES
 from realvr.zoo.presets import PRESETS
-from speed_kit import FULL, SMALL, Bench, OutOfTime, Sizes, about, ceilings, quiet
+from speed_kit import FULL, SMALL, Bench, OutOfTime, Sizes, about, ceilings, memory_mode, quiet
 from speed_options import parse_options
 from speed_results import ROOT, Results, put_lora_vs_full
 
@@ -207,9 +207,10 @@ def parse() -> argparse.Namespace:
         type=int,
         help="the largest that is tried; otherwise 4 in whole steps, all prompts in the train part",
     )
-    parser.add_argument("--lora-microbatch", type=int, help="the same for whole steps with LoRA; otherwise 4")
-    modes = speed_sections.MODES
-    parser.add_argument("--memory", choices=modes, help="mode of whole steps; otherwise as the package has it")
+    parser.add_argument("--lora-microbatch", type=int, help="the same for whole steps with LoRA; otherwise all")
+    parser.add_argument(
+        "--memory", help="of whole steps: a mode, or 'checkpointed-prefill 0.5'; otherwise as the package has it"
+    )
     parser.add_argument("--ready", action="store_true", help="evaluate once more, with all pictures ready")
     parser.add_argument(
         "--options",
@@ -226,6 +227,11 @@ def parse() -> argparse.Namespace:
         parser.error(
             "--preset narrow is for --growth: its prompts are long and its layers small, other names mean nothing"
         )
+    if args.memory:
+        try:
+            memory_mode(args.memory)
+        except ValueError as error:
+            parser.error(f"--memory {error}")
     return args
 
 

@@ -35,8 +35,8 @@ class Sizes:
     long_answer: int = 192  # the paper's limit
     prompts: int = 8
     microbatch: int | None = None  # the largest that is tried; None: `STEP_MICROBATCH` in a whole step, else all
-    lora_microbatch: int | None = None  # the same of a whole step with adapters
-    memory: str | None = None  # mode of whole steps; None: as the package has it
+    lora_microbatch: int | None = None  # the same of a whole step with adapters; None: all
+    memory: str | None = None  # mode of whole steps, perhaps with a share (`memory_mode`); None: as the package has it
     row: int = 4000  # tokens of a packed row of Stage 1
     rank: int = 16  # of LoRA
     questions: int = 800  # of an evaluation
@@ -65,7 +65,8 @@ class Sizes:
 
 PER_ENTRY = ("microbatch", "lora_microbatch", "memory", "questions")
 STEP_MICROBATCH = 4
-"""Of a whole step where none is asked for: with 8, a step at the 7B shape does not fit in 139 GiB."""
+"""Of a whole step with full parameters where none is asked for: with 8, one at the 7B shape does not fit in 139 GiB."""
+MODES = ("cached", "checkpointed-prefill", "checkpointed")
 FULL = Sizes()
 SMALL = Sizes(
     grid=(3, 4),  # Stage 1 takes eight of them as targets
@@ -83,6 +84,14 @@ SMALL = Sizes(
     copied=2**20,
 )
 """For a CPU: the whole script in seconds."""
+
+
+def memory_mode(text: str) -> dict[str, Any]:
+    """``MODE``, or ``MODE SHARE`` with the share of the layers that are recomputed, as settings of Stage 2."""
+    mode, _, share = text.partition(" ")
+    if mode not in MODES:
+        raise ValueError(f"{text!r}: write {', '.join(MODES)}, and behind it a share between 0 and 1 if you like")
+    return {"memory": mode, "recompute": float(share or 1)}
 
 
 class OutOfTime(Exception):

@@ -65,7 +65,7 @@ class Options:
 
     def adapters(self, rank: int) -> dict[str, Any]:
         """Settings of LoRA."""
-        return {"rank": rank, "alpha": 2 * max(1, rank), "split_products": self.lora == "split"}
+        return {"rank": rank, "alpha": 2 * max(1, rank), "split_products": rank > 0 and self.lora == "split"}
 
     def facts(self) -> dict[str, str]:
         return asdict(self)

@@ -6,8 +6,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from peft.tuners.lora import Linear
 
 from memory import sft_batch
+from realvr.backbone.backbone import Backbone
 from realvr.backbone.types import Prompt
 from realvr.errors import out_of_memory
 from realvr.latent.group_rollout import Rollout, decode, rollout
@@ -20,10 +22,9 @@ from realvr.training.methods.lvr_sft import LvrSft, LvrSftConfig
 from realvr.training.methods.realvr import ReaLVR, ReaLVRConfig
 from realvr.training.rl_batch import RlBatch
 from speed_baseline import BASELINE, examples, generate, naive_pass, naive_seconds, stock, time_stock
-from speed_kit import Bench, DoesNotFit, flops, step_bytes
+from speed_kit import Bench, DoesNotFit, flops, memory_mode, step_bytes
 from speed_results import Timing
 
-MODES = ("cached", "checkpointed-prefill", "checkpointed")
 TRIES = ("cached", "checkpointed-prefill 0.25", "checkpointed-prefill", "checkpointed")
 """Modes of the train part, one with a share of the layers that are recomputed, in the order in which they are tried:
 the one that needs most memory first, while nothing else is held."""
@@ -169,8 +170,7 @@ class TrainPass:
         self.batches, self.device = batches, bench.device
         backbone, self.backward = bench.backbone(rank), bench.switched(rank).backward
         weight = 0.2 if evidence else 0.0
-        mode, _, share = memory.partition(" ")
-        how: dict[str, Any] = {"memory": mode, "recompute": float(share or 1), "lambda_ev": weight}
+        how = {**memory_mode(memory), "lambda_ev": weight}
         config = ReaLVRConfig(type="realvr", **how, **bench.options.passes())
         self.method = ReaLVR(backbone, config)
         self.module = Step(self.method)
@@ -281,6 +281,8 @@ def evidence_overhead(bench: Bench, name: str, prompts: int, memory: str, size: 
     run = TrainPass(bench, batches, memory, True, rank)
     full = bench.time(f"train part, ReaLVR, {place}", run)
     facts = {"memory": memory, "microbatch": size, "rank": rank, **full.peaks(), "span_counts": run.span_counts}
+    if rank:
+        facts["split_layers"] = split_layers(bench.backbone(rank), size, batches[0].batch.ids_BT.shape[1])
     seconds = {"lvr_rl_seconds": plain.seconds, "realvr_seconds": full.seconds, "text_tokens": bench.text_tokens}
     bench.results.put(name, full.seconds / plain.seconds - 1, **seconds, **facts)
     return full
@@ -289,6 +291,13 @@ def evidence_overhead(bench: Bench, name: str, prompts: int, memory: str, size: 
 def lora_evidence(bench: Bench) -> None:
     """The same with adapters, one prompt."""
     evidence_overhead(bench, "evidence_overhead_1_lora", 1, "cached", 1, bench.sizes.rank)
+
+
+def split_layers(backbone: Backbone, microbatch: int, tokens: int) -> str:
+    """Adapters whose products are split in the pass over the prompts of a microbatch, of all."""
+    layers = [module for module in backbone.model.modules() if isinstance(module, Linear)]
+    split = [each for each in layers if getattr(each, "splits", lambda rows: False)(microbatch * tokens)]
+    return f"{len(split)} of {len(layers)}"
 
 
 # ---------------------------------------------------------------------- Stage 1

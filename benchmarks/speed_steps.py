@@ -30,10 +30,10 @@ from realvr.training.settings import RlSettings
 from realvr.training.sources import training_data
 from realvr.training.tracking import Tracker
 from speed_baseline import naive_seconds
-from speed_kit import STEP_MICROBATCH, Bench, DoesNotFit, text_tokens, wait
+from speed_kit import STEP_MICROBATCH, Bench, DoesNotFit, memory_mode, text_tokens, wait
 from speed_options import thick_adapters
 from speed_results import Timing, put_lora_vs_full
-from speed_sections import QWEN_ONLY, generate_seconds, span_counts
+from speed_sections import QWEN_ONLY, generate_seconds, span_counts, split_layers
 
 QUESTION = "What color is the object in the marked part of the picture, and where is it with respect to the others? "
 CHOICES = ["red", "green", "blue", "yellow"]
@@ -128,7 +128,7 @@ def rl_settings(bench: Bench, data: Path, out: Path, rank: int, microbatch: int,
     """As a settings file would have it."""
     sizes = bench.sizes
     method: dict[str, Any] = {"type": "realvr", "group": sizes.group, "max_new": answer, "stop_at_answer": False}
-    method |= bench.options.method(microbatch) | ({"memory": sizes.memory} if sizes.memory else {})
+    method |= bench.options.method(microbatch) | (memory_mode(sizes.memory) if sizes.memory else {})
     return RlSettings.model_validate(
         {
             "model": {"path": bench.preset, "dtype": str(bench.dtype).removeprefix("torch."), "latents": sizes.latents},
@@ -187,7 +187,7 @@ def stage2(bench: Bench, rank: int, microbatch: int, answer: int) -> Iterator[tu
 def rl_step(bench: Bench, rank: int, answer: int) -> tuple[Timing, dict[str, Any]]:
     """A whole step of ``train rl`` in the largest microbatches that fit."""
     sizes = bench.sizes
-    largest = (sizes.lora_microbatch if rank else sizes.microbatch) or STEP_MICROBATCH
+    largest = sizes.lora_microbatch if rank else sizes.microbatch or STEP_MICROBATCH
     tried = sizes.microbatches(largest)
     for microbatch in tried:
         bench.in_time()
@@ -205,7 +205,7 @@ def _steps(bench: Bench, rank: int, microbatch: int, answer: int) -> tuple[Timin
     sizes = bench.sizes
     try:
         with stage2(bench, rank, microbatch, answer) as (run, parts):
-            memory = run.settings.method.memory
+            memory = sizes.memory or run.settings.method.memory
             label = (
                 f"train rl step, {sizes.prompts} prompts, {answer} tokens, rank {rank}, microbatches of {microbatch}"
             )
@@ -217,6 +217,9 @@ def _steps(bench: Bench, rank: int, microbatch: int, answer: int) -> tuple[Timin
             text = max(parts.text) if len(parts.text) == 1 else sorted(parts.text)
             facts = {"prompts": sizes.prompts, "answer": answer, "text_tokens": text, "microbatch": microbatch}
             facts |= {"rank": rank, "memory": memory, "parts": parts.medians(timing.seconds)}
+            if rank:
+                tokens = max(parts.text, default=0) + sizes.visual
+                facts["split_layers"] = split_layers(method.backbone, microbatch, tokens)
             return timing, {**facts, **timing.peaks(), **counts}
     except Exception as error:
         short = isinstance(error, UserError) and error.__cause__ is not None and out_of_memory(error.__cause__)

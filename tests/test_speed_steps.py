@@ -102,16 +102,19 @@ def test_microbatches_and_memory_mode_of_whole_steps(made: Bench, monkeypatch: p
         assert {found for found, _ in tried} == {rank}
         return [size for _, size in tried]
 
-    assert sizes_tried(0) == sizes_tried(16) == [4, 2, 1]
-    assert sizes_tried(0, microbatch=8) == [8, 4, 2, 1] and sizes_tried(16, microbatch=8) == [4, 2, 1]
+    assert sizes_tried(0) == [4, 2, 1] and sizes_tried(16) == [8, 4, 2, 1]
+    assert sizes_tried(0, microbatch=8) == [8, 4, 2, 1] and sizes_tried(16, microbatch=2) == [8, 4, 2, 1]
     assert sizes_tried(16, lora_microbatch=2) == [2, 1] and sizes_tried(0, lora_microbatch=2) == [4, 2, 1]
     assert sizes_tried(0, microbatch=3) == [2, 1]  # all prompts are in them
     made.sizes = SMALL
     settings = speed_steps.rl_settings(made, Path("d"), Path("o"), 0, 1, 4)
     assert settings.method.memory == "checkpointed-prefill"  # type: ignore[union-attr]
-    made.sizes = replace(SMALL, memory="cached")
-    settings = speed_steps.rl_settings(made, Path("d"), Path("o"), 0, 1, 4)
-    assert settings.method.memory == "cached"  # type: ignore[union-attr]
+    for text, memory, share in (("cached", "cached", 1.0), ("checkpointed-prefill 0.5", "checkpointed-prefill", 0.5)):
+        made.sizes = replace(SMALL, memory=text)
+        method: Any = speed_steps.rl_settings(made, Path("d"), Path("o"), 0, 1, 4).method
+        assert (method.memory, method.recompute) == (memory, share)
+    with pytest.raises(ValueError, match="a share between 0 and 1"):
+        speed_kit.memory_mode("half")
 
 
 def test_whole_steps_have_as_much_text_as_the_other_prompts(made: Bench) -> None:

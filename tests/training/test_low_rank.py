@@ -17,11 +17,15 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers import DEVICE, mixed_prompts
 from live_memory import LiveMemory
+from memory import Case, rl_batch
 from realvr.backbone import Backbone, small_kernels
+from realvr.backbone.notices import notice_once
 from realvr.latent.span import prefill
 from realvr.training import low_rank
 from realvr.training.adapters import Adapters
 from realvr.training.gradients import DeferredLinear, defer_gradients
+from realvr.training.method import Step
+from realvr.training.methods.realvr import ReaLVR, ReaLVRConfig
 from realvr.training.sections import LoraSettings
 from realvr.training.thin_lora import ThinLinear, thin
 
@@ -177,6 +181,26 @@ def test_a_whole_pass_is_that_of_peft(
         assert (mine is None) == (right is None) and (mine is None or torch.equal(mine, right))
 
 
+def test_a_step_of_stage_two_is_that_of_peft(build_tiny: Callable[[str], Path], used: list[bool]) -> None:
+    """Prompt, replay, latent steps and readouts. Gradients of all passes are added up in the same order."""
+    found, batch = [], None
+    for own in (True, False):
+        backbone = Backbone.load(build_tiny("qwen2.5-vl"), dtype=BF16, device=DEVICE)
+        torch.manual_seed(0)
+        Adapters(backbone, LoraSettings(rank=RANK, alpha=8))
+        for each in [module for module in backbone.model.modules() if isinstance(module, Linear)]:
+            each.lora_B["default"].weight.data.normal_(std=0.05)
+            if not own:
+                stock(each)
+        batch = batch or rl_batch(backbone, Case("", "", grid=(4, 6), group=3, answer=6, latents=3, rows=2))
+        loss, _ = Step(ReaLVR(backbone, ReaLVRConfig(type="realvr")))(batch)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in backbone.model.parameters() if p.requires_grad)])
+    assert len(used) > 100
+    for mine, right in zip(*found, strict=True):
+        assert torch.equal(mine, right)
+
+
 # ---------------------------------------------------------------------- what is kept
 
 
@@ -210,21 +234,38 @@ def test_no_copy_of_the_input_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_peft_s_way_where_layers_are_not_plain(used: list[bool]) -> None:
-    """Hooks (an engine gathers weights there), dropout, autocast, layers of another kind, 32-bit inputs."""
-    hooked, dropping, other = layer(), layer(dropout=0.5), layer()
-    hooked.lora_A["default"].register_forward_pre_hook(lambda module, args: None)
+    """Hooks (an engine gathers weights there), dropout, autocast, layers of another kind, weights that an engine has
+    cut, 32-bit inputs, 16-bit adapters, inputs that peft does not cast; and without gradient."""
+    before, behind, dropping, other, biased = layer(), layer(), layer(dropout=0.5), layer(), layer()
+    before.lora_A["default"].register_forward_pre_hook(lambda module, args: None)
+    behind.lora_B["default"].register_forward_hook(lambda module, args, out: None)
     other.lora_B["default"] = DeferredLinear(other.lora_B["default"], None)  # type: ignore[arg-type]
-    for adapted in (hooked, dropping, other):
+    biased.lora_B["default"] = nn.Linear(RANK, OUTPUTS).to(DEVICE)
+    for adapted in (before, behind, dropping, other, biased):
         assert not adapted.keeps_input
         adapted(given())
-    plain = layer()
+    plain, narrow, uncast, cut = layer(), layer(), layer(), layer()
     with torch.autocast(DEVICE, BF16):
         plain(given())
+    with torch.no_grad():
+        plain(given())
     plain.float()(given().float())
+    for part in (narrow.lora_A, narrow.lora_B):
+        part["default"].to(BF16)
+    narrow(given())
+    uncast.cast_input_dtype_enabled = False
+    with pytest.raises(RuntimeError, match="dtype"):  # peft's own error: the product has two formats
+        uncast(given())
+    cut.lora_A["default"].weight = nn.Parameter(Shard(cut.lora_A["default"].weight.detach()))
+    cut(given())
     assert used == []
     assert layer().keeps_input and layer(dropout=0.5).eval().keeps_input
     layer(dropout=0.5).eval()(given())
     assert used == [False]
+
+
+class Shard(Tensor):
+    """Of a class of its own, as the weights of an engine that cuts them."""
 
 
 def test_adapters_are_not_deferred(build_tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +323,25 @@ def test_split_without_gradient() -> None:
     with torch.no_grad():
         still = adapted(given())
     assert torch.equal(still, learnt(adapted, given())[0])
-    assert not torch.equal(still, layer()(given()).detach()) or DEVICE == "cpu"
+
+
+def test_outputs_may_be_changed_in_place(used: list[bool]) -> None:
+    """As those of a plain layer."""
+    for split in (False, True):
+        adapted = layer()
+        adapted.split_products = split
+        adapted(given()).mul_(2).sum().backward()
+    assert used == [False, True]
+
+
+def test_only_large_products_are_split(used: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By rows, inputs and outputs together."""
+    adapted = layer()
+    adapted.split_products = True
+    for bound, split in ((ROWS * (INPUTS + OUTPUTS), True), (ROWS * (INPUTS + OUTPUTS) + 1, False)):
+        monkeypatch.setattr(low_rank, "SPLIT_FROM", bound)
+        adapted(given())
+        assert used.pop() is split and not used
 
 
 @pytest.mark.parametrize("rank", [4, 16, 64])
@@ -306,13 +365,22 @@ def broken(name: str) -> tuple[str, Callable[..., Tensor]]:
         "no low half": ("_into_halves", without_low),
         "a row is missing": ("_summed", lambda a, b: summed(a[1:], b[1:])),
         "base left out": ("_plus", lambda base, a, b: plus(None, a, b)),
+        "wrong without a base": ("_plus", lambda base, a, b: plus(base, a, b) * (1 if base is not None else 1.01)),
         "not a number": ("_wide", lambda a, b: wide(a, b).index_fill(0, torch.tensor([3], device=DEVICE), torch.nan)),
         "one row wrong": ("_wide", lambda a, b: wide(a, b).index_fill(0, torch.tensor([3], device=DEVICE), 0.0)),
     }
     return cases[name]
 
 
-WRONG = ("sums in 16 bits", "no low half", "a row is missing", "base left out", "not a number", "one row wrong")
+WRONG = (
+    "sums in 16 bits",
+    "no low half",
+    "a row is missing",
+    "base left out",
+    "wrong without a base",
+    "not a number",
+    "one row wrong",
+)
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -321,12 +389,15 @@ def test_the_gap_of_a_device_that_is_wrong(what: str, monkeypatch: pytest.Monkey
     assert low_rank.split_gap(torch.device(DEVICE), 16, 384, 256) > low_rank.TOLERANCE
 
 
-def adapted_model(build_tiny: Callable[[str], Path], dtype: torch.dtype = BF16) -> tuple[set[bool], list[str]]:
+def adapted_model(
+    build_tiny: Callable[[str], Path], dtype: torch.dtype = BF16, **settings: Any
+) -> tuple[set[bool], list[str]]:
     """Whether the adapters of a model split their products, and the notices."""
+    notice_once.cache_clear()
     backbone = Backbone.load(build_tiny("qwen2.5-vl"), dtype=dtype, device=DEVICE)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        Adapters(backbone, LoraSettings(rank=RANK, split_products=True))
+        Adapters(backbone, LoraSettings(**{"rank": RANK, "split_products": True} | settings))
     layers = [module for module in backbone.model.modules() if isinstance(module, ThinLinear)]
     return {each.split_products for each in layers}, [str(each.message) for each in caught]
 
@@ -339,6 +410,33 @@ def test_the_setting(build_tiny: Callable[[str], Path]) -> None:
 def test_no_effect_in_other_formats(build_tiny: Callable[[str], Path]) -> None:
     split, notices = adapted_model(build_tiny, WIDE)
     assert split == {False} and notices == ["lora.split_products: no effect on a model in float32"]
+
+
+def test_no_effect_with_dropout_or_without_adapters(build_tiny: Callable[[str], Path]) -> None:
+    notice = "lora.split_products: no effect with"
+    assert adapted_model(build_tiny, dropout=0.1) == ({False}, [f"{notice} dropout (lora.dropout is 0.1)"])
+    assert adapted_model(build_tiny, rank=0) == (set(), [f"{notice}out adapters (lora.rank is 0)"])
+
+
+def test_a_notice_where_an_engine_gathers_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapted = layer()
+    adapted.split_products = True
+    adapted.lora_A["default"].register_forward_pre_hook(lambda module, args: None)
+    notice_once.cache_clear()
+    with pytest.warns(UserWarning, match="no effect under an engine that gathers"):
+        adapted(given())
+
+
+def test_a_shape_that_is_wrong(build_tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only layers of that shape are left out."""
+    right = low_rank.split_gap
+
+    def gap(device: torch.device, rank: int, inputs: int, outputs: int) -> float:
+        return right(device, rank, inputs, outputs) if inputs == outputs else 1.0
+
+    monkeypatch.setattr(low_rank, "split_gap", gap)
+    split, notices = adapted_model(build_tiny)
+    assert split == {True, False} and len(notices) >= 2
 
 
 def test_a_device_that_computes_something_else(build_tiny: Callable[[str], Path], monkeypatch: Any) -> None:

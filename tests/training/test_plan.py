@@ -15,7 +15,8 @@ from torch import nn
 from realvr.backbone.fused_layers import fuse
 from realvr.cli import main
 from realvr.planning.gpus import known_gpus
-from realvr.planning.plan import _model, _shapes
+from realvr.planning.plan import _model, _shapes, _shapes_of
+from realvr.planning.settings import PlanSettings
 from realvr.training.adapters import Adapters
 from realvr.training.engine.whole import estimate_whole
 from realvr.training.estimate import Setup, Workload, decoder_of, estimate, weights_of, with_adapters
@@ -212,6 +213,20 @@ def test_fast_plans_the_layers_that_a_run_fuses(name: str) -> None:
     fuse(model)
     for fused, right in ((True, decoder_of(model)), (False, decoder_of(_model(name)))):
         assert _shapes(name, 0, False, fused, True)[0] == right
+
+
+def test_adapters_keep_copies_where_an_engine_gathers_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """Under ZeRO-3, whose hooks surround them, and nowhere else."""
+    for engine, rank, narrow in (("ddp", 16, True), ("fsdp2", 16, True), ("zero3", 16, False), ("ddp", 0, False)):
+        settings = PlanSettings(backbone="Qwen2.5-VL-7B", gpus=8, engine=engine, lora=rank)
+        assert _shapes_of(settings, "Qwen2.5-VL-7B")[0].narrow_adapters is narrow
+    sizes = {}
+    for engine in ("fsdp2", "zero3"):
+        (found,) = asked(
+            capsys, *BACKBONE, "--gpu", "H200", "--gpus", "8", "--lora", "--engine", engine, "--memory", "cached"
+        )
+        sizes[engine] = found["parts_gib"]["activations"]
+    assert sizes["zero3"] > 1.2 * sizes["fsdp2"]
 
 
 def test_fast_counts_recorded_spans_where_they_are_recorded(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,11 +46,11 @@ def probed(probe: Probe, query: Tensor, key: Tensor, mask: Tensor | None, scalin
             if mask is not None:
                 mask = mask.expand(query.shape[0], -1, -1, -1).gather(2, pick.expand(-1, 1, -1, mask.shape[3]))
         weights = weights_of(query, key, mask, scaling, causal=probe.rows is None and queries > 1)
-        if not probe.heads:
-            weights = weights.mean(1)
         if isinstance(probe.columns, slice):
             weights = weights[..., probe.columns]
-        elif probe.columns is not None:
+        if not probe.heads:
+            weights = weights.mean(1)  # of the chosen columns: a view would keep all of them
+        if isinstance(probe.columns, Tensor):
             pick = probe.columns.to(weights.device)[:, None]
             pick = pick if not probe.heads else pick[:, None]
             weights = weights.gather(-1, pick.expand(*weights.shape[:-1], -1))

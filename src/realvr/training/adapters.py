@@ -28,6 +28,8 @@ class Adapters:
         self.peft: Any = None
         backbone.freeze_vision()
         if not self.rank:
+            if settings.split_products:
+                notice_once("lora.split_products: no effect without adapters (lora.rank is 0)")
             return
         require(["peft"], "train", "lora.rank")
         from peft import LoraConfig, get_peft_model
@@ -47,17 +49,20 @@ class Adapters:
         # peft replaces the layers in place: the backbone keeps its model object and its call paths.
         self.peft = get_peft_model(backbone.model, thin(config))
         if settings.split_products:
-            self._split_products(backbone)
+            self._split_products(backbone, settings)
         if markers:
             train_marker_rows(backbone)
 
-    def _split_products(self, backbone: Backbone) -> None:
+    def _split_products(self, backbone: Backbone, settings: LoraSettings) -> None:
         """Of all layers whose split products are right on this device; a notice names the others."""
         from realvr.training import low_rank
         from realvr.training.thin_lora import ThinLinear
 
         if backbone.dtype != torch.bfloat16:
             notice_once(f"lora.split_products: no effect on a model in {str(backbone.dtype).removeprefix('torch.')}")
+            return
+        if settings.dropout:
+            notice_once(f"lora.split_products: no effect with dropout (lora.dropout is {settings.dropout})")
             return
         layers = [module for module in self.peft.modules() if isinstance(module, ThinLinear)]
         for inputs, outputs in sorted({layer.widths for layer in layers}):

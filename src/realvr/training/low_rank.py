@@ -2,9 +2,9 @@
 
 Adapters of a 16-bit model have 32 bits. peft's graph keeps a 32-bit copy of the input of every adapted layer. This node
 keeps the 16-bit input itself, which layers that read the same input share, and makes the copy again in the backward
-pass: peft's numbers, bit for bit.
+pass: peft's numbers, on a CPU bit for bit.
 
-With ``split`` there is no copy at all. A 32-bit factor is the sum of two bfloat16 ones, to 16 bits of its mantissa.
+With ``split`` a GPU makes no copy at all. A 32-bit factor is the sum of two bfloat16 ones, to 16 bits of its mantissa.
 Products of these run on a GPU's matrix units, which add up in 32 bits. What is computed in 32 bits then has a relative
 error of about 1e-5. Outputs are rounded to 16 bits as before, a hundred times coarser. Most of the bytes that an
 adapter reads and writes are saved.
@@ -67,7 +67,8 @@ class _LowRank(torch.autograd.Function):
         ctx.scaling, ctx.split = scaling, split
         if split:
             inner = _wide(_rows(x), down_RI)
-            found = _plus(_rows(result), inner, scaling * up_OR.t()).view_as(result)
+            found = torch.empty_like(result, memory_format=torch.contiguous_format)  # a view may not be changed later
+            _plus(_rows(result), inner, scaling * up_OR.t(), out=_rows(found))
         else:
             inner = F.linear(x.to(down_RI.dtype), down_RI)
             update, scaling = scaled(F.linear(inner, up_OR), scaling)
@@ -135,7 +136,7 @@ def _summed(wide_NR: Tensor, narrow_NI: Tensor) -> Tensor:
     return high + low
 
 
-def _plus(narrow_NO: Tensor | None, wide_NR: Tensor, wide_RO: Tensor) -> Tensor:
+def _plus(narrow_NO: Tensor | None, wide_NR: Tensor, wide_RO: Tensor, out: Tensor | None = None) -> Tensor:
     """``narrow + wide @ wide``, rounded to bfloat16 once. The product of the two low halves is left out."""
     rows, rank = wide_NR.shape
     left = wide_NR.new_empty(rows, 3 * rank, dtype=torch.bfloat16)
@@ -146,7 +147,7 @@ def _plus(narrow_NO: Tensor | None, wide_NR: Tensor, wide_RO: Tensor) -> Tensor:
     _into_halves(wide_RO, high_RO, low_RO)
     again_NR.copy_(high_NR)
     again_RO.copy_(high_RO)
-    return left @ right if narrow_NO is None else torch.addmm(narrow_NO, left, right)
+    return left @ right if narrow_NO is None else torch.addmm(narrow_NO, left, right, out=out)
 
 
 @torch.no_grad()

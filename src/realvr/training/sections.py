@@ -200,7 +200,8 @@ class LoraSettings(Section):
     """Names of the linear layers of the language model that get an adapter."""
     split_products: bool = False
     """In bfloat16: compute large products of the 32-bit adapters as sums of bfloat16 ones, on a GPU's matrix units.
-    Saves memory traffic. Results are the same up to rounding, which is checked before training."""
+    Saves memory traffic. Results are the same up to rounding, which is checked before training. Large are passes with
+    2^26 numbers of a layer's input and output: at 7B 3,000 tokens in the MLP, 9,400 where queries are made."""
 
 
 VALIDATION_METRICS: dict[str, Literal["higher", "lower"]] = {

@@ -16,12 +16,13 @@ from peft.tuners.lora import Linear, LoraConfig
 from torch import Tensor, nn
 
 from realvr.backbone import small_kernels
+from realvr.backbone.notices import notice_once
 from realvr.training import low_rank
 
 
 class ThinLinear(Linear):
-    """``base(x) + scaling * B(A(dropout(x)))``, bit for bit what peft computes unless products are split. Whatever is
-    not one active, unmerged adapter of the plain kind goes peft's way."""
+    """``base(x) + scaling * B(A(dropout(x)))``, on a CPU bit for bit what peft computes unless products are split.
+    Whatever is not one active, unmerged adapter of the plain kind goes peft's way."""
 
     split_products = False
     """Whether large products are split (`Adapters` sets it): then the numbers are peft's up to rounding."""
@@ -44,9 +45,12 @@ class ThinLinear(Linear):
         up: Any = parts["lora_B"]._modules[name]  # type: ignore[union-attr]
         dropout: Any = parts["lora_dropout"]._modules[name]  # type: ignore[union-attr]
         drops = _drops(dropout)
-        split = self.split_products and x.numel() // x.shape[-1] * sum(self.widths) >= low_rank.SPLIT_FROM
+        split = self.splits(x.numel() // x.shape[-1])
         large = split or (torch.is_grad_enabled() and x.numel() >= small_kernels.FEW)
-        if large and not drops and self._narrow(x, down, up):
+        one_node = large and not drops and self._narrow(x, down, up)
+        if split and not one_node:
+            notice_once("lora.split_products: no effect under an engine that gathers adapters in hooks (ZeRO-3)")
+        if one_node:
             result = low_rank.low_rank(result, x, down.weight, up.weight, self.scaling[name], split)  # type: ignore[arg-type]
         else:
             if self.cast_input_dtype_enabled:
@@ -67,6 +71,10 @@ class ThinLinear(Linear):
             and low_rank.in_place(up)
             and not torch.is_autocast_enabled(x.device.type)
         )
+
+    def splits(self, rows: int) -> bool:
+        """Whether products of so many rows are split."""
+        return self.split_products and rows * sum(self.widths) >= low_rank.SPLIT_FROM
 
     @property
     def widths(self) -> tuple[int, int]:

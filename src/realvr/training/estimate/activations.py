@@ -198,10 +198,11 @@ def pass_bytes(
     adapters: bool,
     recomputed: float,
     keys_only: bool = False,
+    alone: bool = False,
 ) -> int:
     """Kept by a whole pass until its backward: everything, or of the share of layers that is recomputed, the first
     ones, only the inputs and what other passes read (keys and values). ``keys_only``: nothing but these is read, so
-    that the last layer has no more to keep."""
+    that the last layer has no more to keep. ``alone``: no other pass reads anything."""
     tokens, b = rows * new, d.itemsize
     wide = 4 if b < 4 else b
     ends = tokens * (d.width * (wide + 2 * b) + 2 * b * d.head_dim + 8) + rows * new * (past + new) * masked
@@ -211,7 +212,7 @@ def pass_bytes(
     if keys_only:
         ends = tokens * d.width * (wide + 2 * b)
     again = recomputed_layers(recomputed, d.layers)
-    inputs = again * tokens * b * (d.width + 2 * d.key)
+    inputs = again * tokens * b * (d.width + 2 * d.key * (not alone))
     if again == d.layers:
         return inputs + (0 if keys_only else ends)
     return inputs + (layers - again) * layer_bytes(d, rows, new, past, masked, adapters) + ends
@@ -225,6 +226,12 @@ def backward_bytes(d: Decoder, tokens: int, adapters: bool, recomputed: bool) ->
     if large_gate(d, tokens):
         mlp = max(mlp, 3 * b * d.ffn - product_bytes(d, adapters, tokens, recomputed))
     return tokens * (mlp + 2 * b * d.width)
+
+
+def reading_bytes(d: Decoder, rows: int, readout: int, length: int, adapters: bool) -> int:
+    """Of the pass whose attention is read, a layer at its widest: scores of all heads, and their softmax in 32 bits."""
+    scores = rows * d.heads * readout * length * (d.itemsize + 4)
+    return scores + layer_bytes(d, rows, readout, length - readout, True, adapters)
 
 
 def vision_bytes(d: Decoder, visual: int) -> int:
@@ -253,7 +260,7 @@ def phases(d: Decoder, work: Workload, adapters: bool) -> list[Phase]:
 def _packed(d: Decoder, w: Workload, adapters: bool) -> list[Phase]:
     """Stage 1: one pass over packed rows."""
     recomputed = w.recomputed > 0
-    kept = pass_bytes(d, w.rows, w.tokens, 0, True, adapters, recomputed)
+    kept = pass_bytes(d, w.rows, w.tokens, 0, True, adapters, recomputed, alone=True)
     layer = layer_bytes(d, w.rows, w.tokens, 0, True, adapters, recomputed)
     backward = backward_bytes(d, w.rows * w.tokens, adapters, recomputed)
     logits = LOGIT_BYTES * d.vocab * chunk_rows(d, w.rows * w.labelled)
@@ -308,7 +315,7 @@ def _free_running(d: Decoder, w: Workload, adapters: bool) -> list[Phase]:
         Phase("output layer, forward", ahead + logits),
     ]
     if free:
-        reading = layer_bytes(d, w.rows, w.readout, columns, True, adapters)
+        reading = reading_bytes(d, w.rows, w.readout, columns + w.readout, adapters)
         steps = end = one = 0
         if not w.recorded_span:  # of which the graphs hold everything (``peak.recorded_bytes``)
             # What follows all latents but the last is only read, without gradient.
