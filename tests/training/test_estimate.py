@@ -300,6 +300,14 @@ def test_peak_of_a_step_with_fused_gates(
     check_step(backbone, case, recompute=SHARES.get(what, 1.0))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["Stage 1", "Stage 1, LoRA", "Stage 1, two rows, two microbatches"])
+@pytest.mark.parametrize("family", FAMILIES[1:])
+def test_peak_of_stage_one_of_the_other_families(deeper: Callable[..., Backbone], family: str, what: str) -> None:
+    """Layers that are recomputed keep no keys and values: nothing else reads them."""
+    check_step(deeper(family, STEPS[what].rank, markers=True), STEPS[what], within=0.06)
+
+
 @pytest.mark.parametrize("what", ["LoRA", "two thirds recomputed, LoRA", "Stage 1, LoRA"])
 def test_peak_of_a_step_with_narrow_adapters(
     deeper: Callable[..., Backbone], what: str, monkeypatch: pytest.MonkeyPatch
@@ -317,7 +325,9 @@ def test_peak_of_a_step_with_split_attention(deeper: Callable[..., Backbone], wh
     check_step(deeper("qwen2.5-vl"), STEPS[what], split=True)
 
 
-def check_step(backbone: Backbone, case: Any, split: bool = False, recompute: float = 1.0) -> None:
+def check_step(
+    backbone: Backbone, case: Any, split: bool = False, recompute: float = 1.0, within: float = 0.15
+) -> None:
     module, batch = step_of(backbone, case, split)
     if case.stage == "rl":
         module.method.config = module.method.config.model_copy(update={"recompute": recompute})
@@ -335,7 +345,7 @@ def check_step(backbone: Backbone, case: Any, split: bool = False, recompute: fl
         for name, parts in found.moments.items()
         if name not in ("update", "rollout")
     )
-    assert peak == pytest.approx(memory.peak, rel=0.15)
+    assert peak == pytest.approx(memory.peak, rel=within)
 
 
 # ---------------------------------------------------------------------- recorded spans
