@@ -21,9 +21,10 @@ from html_tree import Element, read
 from optional import need_browser
 from realvr.cli import main
 from realvr.cli.diagnose import SuiteCommand, as_suite
-from realvr.diagnostics.base import DIAGNOSTICS, Diagnostic, Shown
+from realvr.diagnostics.base import DIAGNOSTICS, Diagnostic
 from realvr.diagnostics.card import FIGURES, _lines, as_markdown, read_card, write_card
 from realvr.diagnostics.numbers import macro_mean
+from realvr.diagnostics.parts import Shown
 from realvr.diagnostics.settings import DiagnoseSettings
 from realvr.diagnostics.suite import RECORD_FILE, Suite
 from realvr.diagnostics.vocabulary import Vocabulary

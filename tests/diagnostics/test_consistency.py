@@ -19,11 +19,11 @@ from pair_cases import world_samples
 from pair_reference import question
 from realvr.backbone import Backbone
 from realvr.data.sample import ImageRef, Sample
-from realvr.diagnostics.base import Samples, Shown
 from realvr.diagnostics.consistency import Consistency, ConsistencySettings, conditions_of
 from realvr.diagnostics.measuring.consistency import Case, Destroyed, changed, consistency_records
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import hashed
+from realvr.diagnostics.parts import Samples, Shown
 from realvr.diagnostics.states import StateFiles
 from realvr.errors import UserError
 from realvr.evaluation.model_responder import ModelResponder

@@ -19,10 +19,10 @@ from pair_cases import world_samples
 from pair_reference import content, question, readout
 from realvr.backbone import Backbone
 from realvr.data.sample import Sample
-from realvr.diagnostics.base import Samples, Shown, Skip
 from realvr.diagnostics.dependence import Dependence, DependenceSettings
 from realvr.diagnostics.measuring.forcing import Answers, Spans
 from realvr.diagnostics.model import Model
+from realvr.diagnostics.parts import Samples, Shown, Skip
 from realvr.diagnostics.replacements import REPLACEMENTS
 from realvr.evaluation.ablation import matched_noise
 from realvr.evaluation.model_responder import ModelResponder

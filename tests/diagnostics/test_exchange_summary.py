@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from realvr.diagnostics.base import Shown
 from realvr.diagnostics.exchange import Exchange
 from realvr.diagnostics.exchange_summary import csv_rows, report, summarise_exchange
+from realvr.diagnostics.parts import Shown
 
 ONE, TWO = "edited-to-original", "original-to-edited"
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 from xml.etree import ElementTree
 
-from realvr.diagnostics.base import Shown
 from realvr.diagnostics.counterfactual import Counterfactual
 from realvr.diagnostics.counterfactual_summary import summarise_pairs
 from realvr.diagnostics.distances import Distances
 from realvr.diagnostics.exchange import Exchange
 from realvr.diagnostics.exchange_summary import summarise_exchange
 from realvr.diagnostics.grounding import Grounding
+from realvr.diagnostics.parts import Shown
 from realvr.diagnostics.walk import Walk
 from realvr.widgets import figures
 

@@ -16,7 +16,7 @@ from helpers import tolerance
 from realvr.data.export import write
 from realvr.data.sample import Box, ImageRef, Sample
 from realvr.diagnostics import DiagnoseSettings, Samples, Shown, diagnose
-from realvr.diagnostics.base import Skip
+from realvr.diagnostics.parts import Skip
 from realvr.diagnostics.question_groups import groups
 from realvr.diagnostics.question_switch import QuestionSwitch, _region
 from realvr.widgets import tables_of

@@ -18,8 +18,8 @@ from realvr.backbone import Backbone
 from realvr.cli import main
 from realvr.cli.diagnose import as_suite
 from realvr.data.sample import Box
-from realvr.diagnostics.base import Samples, Shown
 from realvr.diagnostics.model import Model
+from realvr.diagnostics.parts import Samples, Shown
 from realvr.diagnostics.rank import Rank, RankSettings
 from realvr.diagnostics.states import StateFiles
 from realvr.evaluation.model_responder import ModelResponder

@@ -20,9 +20,9 @@ from pair_cases import world_samples
 from pair_reference import content, question, readout
 from realvr.backbone import Backbone
 from realvr.data.sample import Sample
-from realvr.diagnostics.base import Samples, Shown, Skip
 from realvr.diagnostics.measuring.ranking import NO_OTHER
 from realvr.diagnostics.model import Model
+from realvr.diagnostics.parts import Samples, Shown, Skip
 from realvr.diagnostics.ranking import NO_WRONG, Ranking, RankingSettings, open_answers, wrong_answers
 from realvr.diagnostics.ranking_summary import ORDERS, spearman
 from realvr.evaluation.model_responder import ModelResponder

@@ -20,8 +20,8 @@ from realvr.backbone import Backbone
 from realvr.cli import main
 from realvr.data.export import write
 from realvr.data.sample import Source
-from realvr.diagnostics.base import Samples, Shown
 from realvr.diagnostics.model import Model
+from realvr.diagnostics.parts import Samples, Shown
 from realvr.diagnostics.readout import Readout, group_of
 from realvr.evaluation.model_responder import ModelResponder
 from realvr.latent.sampling import Sampling

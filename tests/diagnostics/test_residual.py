@@ -20,11 +20,11 @@ from realvr.backbone import Backbone
 from realvr.cli import main
 from realvr.data.export import write
 from realvr.data.sample import ImageRef
-from realvr.diagnostics.base import Shown
 from realvr.diagnostics.measuring.exchange import ExchangeOptions, exchange_pairs, recipients_of
 from realvr.diagnostics.measuring.residual import ResidualOptions, control_seed, residual_pairs
 from realvr.diagnostics.measuring.views import read_views
 from realvr.diagnostics.pairs import Pair
+from realvr.diagnostics.parts import Shown
 from realvr.diagnostics.residual import Residual, parse_alphas
 from realvr.diagnostics.residual_summary import halves, summarise_residual
 from realvr.errors import UserError

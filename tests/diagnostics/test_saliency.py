@@ -17,11 +17,11 @@ from realvr.data.export import write
 from realvr.data.reading import read
 from realvr.data.sample import Sample
 from realvr.diagnostics import DiagnoseSettings, diagnose
-from realvr.diagnostics.base import Samples, Shown
 from realvr.diagnostics.cases import case_ids
 from realvr.diagnostics.measuring import looking
 from realvr.diagnostics.measuring.attributing import attribute_whole
 from realvr.diagnostics.model import Model
+from realvr.diagnostics.parts import Samples, Shown
 from realvr.diagnostics.run import measure_all
 from realvr.diagnostics.saliency import CASES, Saliency
 from realvr.diagnostics.saliency_maps import values

@@ -19,7 +19,6 @@ from realvr.backbone import Backbone
 from realvr.cli import main
 from realvr.data.export import write
 from realvr.data.sample import ImageRef
-from realvr.diagnostics.base import Shown
 from realvr.diagnostics.counterfactual import Counterfactual
 from realvr.diagnostics.edits import broken_groups
 from realvr.diagnostics.measuring.asking import ask_pairs
@@ -27,6 +26,7 @@ from realvr.diagnostics.measuring.sensitivity import sensitivity_pairs
 from realvr.diagnostics.measuring.views import measure_distances, read_views
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.pairs import unrelated
+from realvr.diagnostics.parts import Shown
 from realvr.diagnostics.seeds import across, arms
 from realvr.diagnostics.sensitivity import Sensitivity
 from realvr.evaluation.model_responder import ModelResponder

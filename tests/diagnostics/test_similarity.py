@@ -19,8 +19,8 @@ from pair_cases import world_samples
 from pair_reference import greedy, question
 from realvr.cli import main
 from realvr.data.sample import Box
-from realvr.diagnostics.base import Samples, Shown, Skip
 from realvr.diagnostics.model import Model
+from realvr.diagnostics.parts import Samples, Shown, Skip
 from realvr.diagnostics.similarity import Similarity, SimilaritySettings
 from realvr.diagnostics.similarity_states import tasks
 from realvr.diagnostics.states import StateFiles

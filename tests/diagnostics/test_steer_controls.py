@@ -21,12 +21,12 @@ from realvr.backbone import Backbone
 from realvr.cli import main
 from realvr.data.export import write
 from realvr.data.sample import Box, ImageRef, Sample
-from realvr.diagnostics.base import Shown
 from realvr.diagnostics.measuring.reading import read_samples
 from realvr.diagnostics.measuring.steer import SteerOptions, steer_samples
 from realvr.diagnostics.measuring.steer_edit import NO_REGION, OTHER_GRID, edited_region, steer_pairs
 from realvr.diagnostics.measuring.steer_region import NO_AREA, NO_ROOM, Regions, region_at, steer_regions
 from realvr.diagnostics.pairs import Pair, pair_up
+from realvr.diagnostics.parts import Shown
 from realvr.diagnostics.steer import Steer
 from realvr.diagnostics.steer_edit import EditSettings, SteerEdit
 from realvr.diagnostics.steer_moves import Move, box_distance, control_seed

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from realvr.data.sample import Box, ImageRef, Message, Sample
-from realvr.diagnostics.base import Shown
+from realvr.diagnostics.parts import Shown
 from realvr.diagnostics.residual_summary import halves
 from realvr.diagnostics.steer import Steer, SteerSettings
 from realvr.diagnostics.steer_moves import (

@@ -16,10 +16,10 @@ from pair_cases import world_samples
 from pair_reference import question
 from realvr.data.boxes import prompt_boxes, target_tokens
 from realvr.data.sample import Box, Sample
-from realvr.diagnostics.base import Samples, Shown
 from realvr.diagnostics.forcing import Forcing, ForcingSettings
 from realvr.diagnostics.measuring.targets import targets_of
 from realvr.diagnostics.model import Model
+from realvr.diagnostics.parts import Samples, Shown
 from realvr.errors import UserError
 from realvr.evaluation.model_responder import ModelResponder
 from realvr.imaging.types import Grid

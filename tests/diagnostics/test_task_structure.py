@@ -22,8 +22,8 @@ from realvr.backbone import Backbone
 from realvr.cli import main
 from realvr.data.export import write
 from realvr.diagnostics import probing
-from realvr.diagnostics.base import Samples, Shown, Skip
 from realvr.diagnostics.model import Model
+from realvr.diagnostics.parts import Samples, Shown, Skip
 from realvr.diagnostics.probing import Probed
 from realvr.diagnostics.states import StateFiles
 from realvr.diagnostics.task_structure import TaskStructure, TaskStructureSettings

@@ -18,9 +18,9 @@ from realvr.backbone import Backbone
 from realvr.cli import main
 from realvr.data.export import write
 from realvr.data.sample import Sample
-from realvr.diagnostics.base import Samples, Shown
 from realvr.diagnostics.data import picture_key
 from realvr.diagnostics.model import Model
+from realvr.diagnostics.parts import Samples, Shown
 from realvr.diagnostics.states import StateFiles
 from realvr.diagnostics.variation import Variation
 from realvr.evaluation.model_responder import ModelResponder

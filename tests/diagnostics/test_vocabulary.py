@@ -20,10 +20,10 @@ from realvr.backbone.samples import answer_tokens
 from realvr.cli import main
 from realvr.data.export import write as export
 from realvr.data.sample import ImageRef
-from realvr.diagnostics.base import Samples, Shown
 from realvr.diagnostics.measuring.vocabulary import Vocabulary as Words
 from realvr.diagnostics.measuring.vocabulary import vocabulary_records
 from realvr.diagnostics.model import Model
+from realvr.diagnostics.parts import Samples, Shown
 from realvr.diagnostics.vocabulary import Vocabulary, shown
 from realvr.evaluation.model_responder import ModelResponder
 from realvr.latent.sampling import Sampling

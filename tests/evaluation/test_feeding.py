@@ -17,10 +17,10 @@ from PIL import Image
 from eval_cases import Oracle, lines
 from realvr.backbone import Backbone
 from realvr.data.sample import ImageRef, Sample
-from realvr.diagnostics.base import Samples
 from realvr.diagnostics.counterfactual import Counterfactual
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.pairs import Pair
+from realvr.diagnostics.parts import Samples
 from realvr.diagnostics.run import measure_all
 from realvr.evaluation.asking import ImageLoader, Waiting, prefetch
 from realvr.evaluation.model_responder import ModelResponder

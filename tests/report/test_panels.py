@@ -13,9 +13,10 @@ import pytest
 import case_results
 import outside
 from html_tree import read
-from realvr.diagnostics.base import DIAGNOSTICS, Shown
+from realvr.diagnostics.base import DIAGNOSTICS
 from realvr.diagnostics.cases import Cases, case_ids
 from realvr.diagnostics.panels import Source, join
+from realvr.diagnostics.parts import Shown
 from realvr.errors import UserError
 from realvr.registry import load_file
 from realvr.widgets.browser import MOST_NUMBERS, Bars, Facts, Map, Matrix, Measured, Overlay, Panel, Series, pooled

@@ -27,10 +27,11 @@ from pydantic import Field
 from typing_extensions import override
 
 from realvr.diagnostics import attention_results
-from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic
 from realvr.diagnostics.data import with_shown_boxes
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import mean, short
+from realvr.diagnostics.parts import DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.runs.journal import Record
 from realvr.widgets import DASH, Cell, Fold, Table, Widget, average, number
 from realvr.widgets.browser import Matrix, Panel

@@ -20,12 +20,13 @@ from pydantic import Field, field_validator
 from typing_extensions import TypedDict, override
 
 from realvr.diagnostics import results
-from realvr.diagnostics.base import Diagnostic, Highlight, Needs, Samples, Shown
+from realvr.diagnostics.base import Diagnostic
 from realvr.diagnostics.counterfactual import AnswerSettings
 from realvr.diagnostics.folders import BENCHMARK
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import rate
 from realvr.diagnostics.pairs import Asked, Single, benchmark_of
+from realvr.diagnostics.parts import Highlight, Needs, Samples, Shown
 from realvr.errors import UserError
 from realvr.latent.steps import parse_steps
 from realvr.runs.journal import Record

@@ -38,10 +38,11 @@ from pydantic import Field
 from typing_extensions import TypedDict, override
 
 from realvr.diagnostics import results as shapes
-from realvr.diagnostics.base import Diagnostic, Highlight, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic
 from realvr.diagnostics.counterfactual import AnswerSettings
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import mean
+from realvr.diagnostics.parts import Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.states import StateFiles
 from realvr.runs.journal import Record
 from realvr.widgets import DASH, Cell, Table, Widget, average

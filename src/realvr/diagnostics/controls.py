@@ -34,11 +34,12 @@ from markupsafe import Markup
 from pydantic import Field, field_validator
 from typing_extensions import override
 
-from realvr.diagnostics.base import Diagnostic, Highlight, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic
 from realvr.diagnostics.controls_summary import CONDITIONS, Controls, condition_of, summarise_controls
 from realvr.diagnostics.counterfactual import AnswerSettings
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import by_number
+from realvr.diagnostics.parts import Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.replacements import REPLACEMENTS
 from realvr.errors import UserError
 from realvr.runs.journal import Record

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from realvr.answers import POLICIES
 from realvr.diagnostics import counterfactual_summary, results
-from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic
 from realvr.diagnostics.counterfactual_figure import flips_figure
 from realvr.diagnostics.counterfactual_summary import RATES, summarise_pairs
 from realvr.diagnostics.distances import Distances
@@ -30,6 +30,7 @@ from realvr.diagnostics.edits import words
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.pair_panels import counterfactual_panel
 from realvr.diagnostics.pairs import Pair
+from realvr.diagnostics.parts import DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.seeds import seeds_table
 from realvr.errors import UserError
 from realvr.evaluation.published import published

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from realvr.diagnostics.base import Shown
 from realvr.diagnostics.edits import distance_panel, edits_of, flip_panel, legend, series
+from realvr.diagnostics.parts import Shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,7 +13,7 @@ from realvr.data.boxes import unshown_box
 from realvr.data.readers.base import ReadOptions
 from realvr.data.reading import Report
 from realvr.data.sample import Sample
-from realvr.diagnostics.base import Diagnostic, Item, Skip
+from realvr.diagnostics.base import Diagnostic
 from realvr.diagnostics.folders import BENCHMARK, read_all
 from realvr.diagnostics.pairs import (
     Asked,
@@ -26,6 +26,7 @@ from realvr.diagnostics.pairs import (
     read_pairs,
     with_singles,
 )
+from realvr.diagnostics.parts import Item, Skip
 from realvr.diagnostics.settings import DiagnoseSettings
 from realvr.errors import UserError
 

@@ -37,19 +37,11 @@ from pydantic import Field
 from typing_extensions import override
 
 from realvr.data.sample import Sample
-from realvr.diagnostics.base import (
-    Diagnostic,
-    DiagnosticSettings,
-    Highlight,
-    Needs,
-    OwnSummary,
-    Samples,
-    Shown,
-    Skip,
-)
+from realvr.diagnostics.base import Diagnostic
 from realvr.diagnostics.dependence_summary import Summary, probabilities, summarise_dependence
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import mean
+from realvr.diagnostics.parts import DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown, Skip
 from realvr.diagnostics.replacements import REPLACEMENTS
 from realvr.runs.journal import Record
 from realvr.widgets import DASH, Cell, Figures, Fold, Key, Table, Widget, average, number

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any, NotRequired
 from typing_extensions import TypedDict, override
 
 from realvr.diagnostics import results as shapes
-from realvr.diagnostics.base import Diagnostic, Highlight, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic
 from realvr.diagnostics.counterfactual_figure import distances_figure
 from realvr.diagnostics.counterfactual_summary import DISTANCES, summarise_distances
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import controls_line, macro_mean
 from realvr.diagnostics.pair_panels import distances_panel
 from realvr.diagnostics.pairs import Pair, unrelated
+from realvr.diagnostics.parts import Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.evaluation.published import published
 from realvr.runs.journal import Record
 from realvr.widgets import DASH, Cell, Table, Widget, average, number

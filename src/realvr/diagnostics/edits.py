@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from realvr.diagnostics.base import Shown
+from realvr.diagnostics.parts import Shown
 from realvr.diagnostics.seeds import Arm, arms
 
 if TYPE_CHECKING:

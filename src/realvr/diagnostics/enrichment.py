@@ -34,10 +34,11 @@ from pydantic import Field
 from typing_extensions import override
 
 from realvr.diagnostics import attention_results
-from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic
 from realvr.diagnostics.data import with_shown_boxes
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import mean, rate, ratio
+from realvr.diagnostics.parts import DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.runs.journal import Record
 from realvr.widgets import DASH, Cell, Figures, Fold, Key, Table, Widget, average, number, share
 from realvr.widgets.browser import Map, Overlay, Panel

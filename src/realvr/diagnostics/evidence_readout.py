@@ -31,10 +31,11 @@ from typing_extensions import override
 from realvr.data.boxes import prompt_boxes, with_area
 from realvr.data.sample import Box, Sample
 from realvr.diagnostics import attention_results
-from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic
 from realvr.diagnostics.data import with_shown_boxes
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import mean, ratio
+from realvr.diagnostics.parts import DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.runs.journal import Record
 from realvr.widgets import DASH, Cell, Figures, Fold, Key, Table, Widget, average, number
 from realvr.widgets.browser import Bars, Panel, Series

@@ -24,13 +24,14 @@ from pydantic import Field, ValidationInfo, field_validator
 from typing_extensions import override
 
 from realvr.diagnostics import exchange_drawing, exchange_summary, results
-from realvr.diagnostics.base import Diagnostic, Highlight, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic
 from realvr.diagnostics.counterfactual import AnswerSettings
 from realvr.diagnostics.exchange_summary import record_key, summarise_exchange
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import controls_line
 from realvr.diagnostics.pair_panels import exchange_panel
 from realvr.diagnostics.pairs import Pair, changed_pairs, unrelated
+from realvr.diagnostics.parts import Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.errors import UserError
 from realvr.evaluation.published import published
 from realvr.latent.steps import check_steps, parse_numbers, parse_steps

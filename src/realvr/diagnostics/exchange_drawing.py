@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from realvr.diagnostics.base import Shown
+from realvr.diagnostics.parts import Shown
 from realvr.widgets import Cell, Figures, Key, Table, Text, Widget, average, number, share
 from realvr.widgets.charts import Line, Point, lines
 

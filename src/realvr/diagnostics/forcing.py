@@ -37,9 +37,10 @@ from pydantic import Field, field_validator
 from typing_extensions import TypedDict, override
 
 from realvr.diagnostics import results as shapes
-from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import mean
+from realvr.diagnostics.parts import DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.errors import UserError
 from realvr.latent.steps import parse_steps
 from realvr.runs.journal import Record

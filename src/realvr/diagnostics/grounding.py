@@ -31,9 +31,10 @@ from typing_extensions import override
 from realvr.data.boxes import unshown_box
 from realvr.data.sample import Sample
 from realvr.diagnostics import results
-from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import mean
+from realvr.diagnostics.parts import DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.errors import UserError
 from realvr.runs.journal import Record
 from realvr.widgets import Cell, Figures, Table, Widget, average, number

@@ -33,9 +33,10 @@ from markupsafe import Markup
 from pydantic import Field
 from typing_extensions import override
 
-from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic
 from realvr.diagnostics.health_summary import MODELS_DIFFER, Health, summarise_health
 from realvr.diagnostics.model import Model
+from realvr.diagnostics.parts import DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.errors import UserError
 from realvr.runs.journal import Record
 from realvr.widgets import DASH, Cell, Figures, Fold, Key, Table, Text, Widget, average, number

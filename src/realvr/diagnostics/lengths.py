@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from realvr.data.sample import Sample
-from realvr.diagnostics.base import DiagnosticSettings, Skip
+from realvr.diagnostics.parts import DiagnosticSettings, Skip
 
 EVIDENCE = "evidence"
 

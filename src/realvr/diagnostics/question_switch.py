@@ -29,9 +29,10 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from realvr.diagnostics import attention_results
-from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown, Skip
+from realvr.diagnostics.base import Diagnostic
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import mean, rate, short
+from realvr.diagnostics.parts import DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown, Skip
 from realvr.diagnostics.question_groups import groups
 from realvr.runs.journal import Record
 from realvr.widgets import Cell, Figures, Key, Table, Widget, average, number, share

@@ -35,10 +35,11 @@ from typing_extensions import TypedDict, override
 
 from realvr.data.sample import Sample
 from realvr.diagnostics import results as shapes
-from realvr.diagnostics.base import Diagnostic, Highlight, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic
 from realvr.diagnostics.lengths import EVIDENCE, LengthSettings, measured
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import hashed
+from realvr.diagnostics.parts import Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.states import StateFiles
 from realvr.runs.journal import Record
 from realvr.widgets import DASH, Cell, Table, Widget

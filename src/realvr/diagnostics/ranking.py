@@ -36,9 +36,10 @@ from typing_extensions import override
 from realvr.answers.canonical import wrong as distinct_wrong
 from realvr.answers.text import LETTERS
 from realvr.data.sample import Sample
-from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown, Skip
+from realvr.diagnostics.base import Diagnostic
 from realvr.diagnostics.dependence import trail
 from realvr.diagnostics.model import Model
+from realvr.diagnostics.parts import DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown, Skip
 from realvr.diagnostics.ranking_summary import ORDERS, RANKED, Summary, summarise_ranking
 from realvr.diagnostics.replacements import Replacement
 from realvr.runs.journal import Record

@@ -33,10 +33,11 @@ from typing_extensions import TypedDict, override
 
 from realvr.data.sample import Sample
 from realvr.diagnostics import results as shapes
-from realvr.diagnostics.base import Diagnostic, Highlight, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic
 from realvr.diagnostics.counterfactual import AnswerSettings
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import difference, mean, rate
+from realvr.diagnostics.parts import Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.runs.journal import Record
 from realvr.widgets import DASH, Cell, Figures, Table, Text, Widget, average, number, share
 from realvr.widgets.browser import Bars, Facts, Panel, Series

@@ -36,11 +36,12 @@ from pydantic import Field, ValidationInfo, field_validator
 from typing_extensions import TypedDict, override
 
 from realvr.diagnostics import results as shapes
-from realvr.diagnostics.base import Diagnostic, Highlight, Needs, Samples, Shown
+from realvr.diagnostics.base import Diagnostic
 from realvr.diagnostics.counterfactual import AnswerSettings
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.pair_panels import residual_panel
 from realvr.diagnostics.pairs import Pair, changed_pairs
+from realvr.diagnostics.parts import Highlight, Needs, Samples, Shown
 from realvr.diagnostics.residual_summary import MEASURES, summarise_residual
 from realvr.errors import UserError
 from realvr.runs.journal import Record

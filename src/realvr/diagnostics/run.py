@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from realvr.diagnostics.base import DETAILED, DIAGNOSTICS, Diagnostic, Item, Samples, Shown
+from realvr.diagnostics.base import DIAGNOSTICS, Diagnostic
 from realvr.diagnostics.data import Data, read_data
 from realvr.diagnostics.files import write_csv
 from realvr.diagnostics.model import Model
+from realvr.diagnostics.parts import DETAILED, Item, Samples, Shown
 from realvr.diagnostics.settings import DiagnoseSettings
 from realvr.diagnostics.states import StateFiles
 from realvr.errors import UserError

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from realvr.diagnostics.base import Shown
+from realvr.diagnostics.parts import Shown
 from realvr.diagnostics.saliency_maps import GROUPS, KINDS, values
 from realvr.widgets import figures as print_figures
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from realvr.diagnostics.base import Shown
+from realvr.diagnostics.parts import Shown
 from realvr.widgets import DASH, Cell, Table, with_std
 
 _SEED = re.compile(r"[-_.](?:seed[-_]?|s)\d+$", re.IGNORECASE)

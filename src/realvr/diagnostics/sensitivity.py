@@ -28,13 +28,14 @@ from typing_extensions import TypedDict, override
 
 from realvr.diagnostics import results as shapes
 from realvr.diagnostics import sensitivity_drawing
-from realvr.diagnostics.base import Diagnostic, Highlight, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic
 from realvr.diagnostics.counterfactual import AnswerSettings
 from realvr.diagnostics.counterfactual_summary import numbers
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import controls, controls_line, difference, macro, mean
 from realvr.diagnostics.pair_panels import sensitivity_panel
 from realvr.diagnostics.pairs import Pair, unrelated
+from realvr.diagnostics.parts import Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.evaluation.published import published
 from realvr.runs.journal import Record
 from realvr.widgets import Cell, Table, Widget, number, share

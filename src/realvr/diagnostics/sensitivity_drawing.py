@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from realvr.diagnostics.base import Shown
 from realvr.diagnostics.edits import distance_panel, edits_of, flip_panel, legend, series, words
+from realvr.diagnostics.parts import Shown
 from realvr.diagnostics.seeds import seeds_table
 from realvr.widgets import Cell, Figures, Table, Widget, average, number, share
 from realvr.widgets.charts import Bar, forest

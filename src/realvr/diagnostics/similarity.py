@@ -45,10 +45,11 @@ from typing_extensions import TypedDict, override
 
 from realvr.data.sample import Sample
 from realvr.diagnostics import results as shapes
-from realvr.diagnostics.base import Diagnostic, Highlight, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic
 from realvr.diagnostics.lengths import EVIDENCE, LengthSettings, measured
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import mean
+from realvr.diagnostics.parts import Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.readout import group_of
 from realvr.diagnostics.similarity_states import normalised, tasks
 from realvr.diagnostics.states import StateFiles

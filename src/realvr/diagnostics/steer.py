@@ -22,9 +22,10 @@ from typing_extensions import override
 
 from realvr.data.sample import Sample
 from realvr.diagnostics import results
-from realvr.diagnostics.base import Diagnostic, Highlight, Item, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic
 from realvr.diagnostics.counterfactual import AnswerSettings
 from realvr.diagnostics.model import Model
+from realvr.diagnostics.parts import Highlight, Item, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.steer_figure import Panel, by_distance, by_step, conditions_figure, distance_words
 from realvr.diagnostics.steer_moves import check, steerable
 from realvr.diagnostics.steer_panels import steer_panel

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from realvr.diagnostics.base import Shown
+from realvr.diagnostics.parts import Shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

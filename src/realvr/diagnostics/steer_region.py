@@ -26,9 +26,9 @@ from pydantic import Field
 from typing_extensions import TypedDict, override
 
 from realvr.diagnostics import results as shapes
-from realvr.diagnostics.base import Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.data import with_shown_boxes
 from realvr.diagnostics.model import Model
+from realvr.diagnostics.parts import Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.steer import SteerSettings, _BySteps
 from realvr.diagnostics.steer_figure import Panel, by_distance, by_step, conditions_figure, distance_words
 from realvr.diagnostics.steer_panels import steer_region_panel

@@ -20,9 +20,10 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from realvr.diagnostics.base import DIAGNOSTICS, Diagnostic, Shown, Skip
+from realvr.diagnostics.base import DIAGNOSTICS, Diagnostic
 from realvr.diagnostics.data import Source
 from realvr.diagnostics.model import Model
+from realvr.diagnostics.parts import Shown, Skip
 from realvr.diagnostics.run import Run, chosen_latents, load_responder, takes_untrained, write_figures
 from realvr.diagnostics.settings import DiagnoseSettings
 from realvr.diagnostics.verdict import NEEDED, verdict

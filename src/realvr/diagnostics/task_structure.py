@@ -31,9 +31,10 @@ from typing_extensions import TypedDict, override
 from realvr.data.sample import Sample
 from realvr.diagnostics import probing
 from realvr.diagnostics import results as shapes
-from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown, Skip
+from realvr.diagnostics.base import Diagnostic
 from realvr.diagnostics.data import picture_key
 from realvr.diagnostics.model import Model
+from realvr.diagnostics.parts import DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown, Skip
 from realvr.diagnostics.readout import group_of
 from realvr.diagnostics.states import StateFiles
 from realvr.runs.journal import Record

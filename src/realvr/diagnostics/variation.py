@@ -29,10 +29,11 @@ from pydantic import Field
 from typing_extensions import TypedDict, override
 
 from realvr.diagnostics import results as shapes
-from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic
 from realvr.diagnostics.data import picture_key
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import mean, resampled
+from realvr.diagnostics.parts import DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.states import Rows, StateFiles
 from realvr.evaluation.statistics import interval
 from realvr.maths.pairs import OtherGroups

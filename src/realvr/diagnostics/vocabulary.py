@@ -34,9 +34,10 @@ from typing_extensions import TypedDict, override
 
 from realvr.data.sample import Sample
 from realvr.diagnostics import results as shapes
-from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import mean, ratio
+from realvr.diagnostics.parts import DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.runs.journal import Record
 from realvr.widgets import DASH, Cell, Table, Widget, average
 from realvr.widgets.browser import Facts, Panel

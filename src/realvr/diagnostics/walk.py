@@ -32,9 +32,10 @@ from typing_extensions import override
 
 from realvr.data.boxes import unshown_box
 from realvr.diagnostics import results
-from realvr.diagnostics.base import Diagnostic, DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
+from realvr.diagnostics.base import Diagnostic
 from realvr.diagnostics.model import Model
 from realvr.diagnostics.numbers import by_number, mean, rate
+from realvr.diagnostics.parts import DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.errors import UserError
 from realvr.runs.journal import Record
 from realvr.widgets import DASH, FEW_PAIRS, Cell, Figures, Fold, Key, Table, Widget, average, interval, number, share

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from realvr.diagnostics.base import DIAGNOSTICS, Highlight
+from realvr.diagnostics.base import DIAGNOSTICS
+from realvr.diagnostics.parts import Highlight
 from realvr.evaluation.benchmark import eval_command, known_policies
 from realvr.evaluation.comparison import compare
 from realvr.evaluation.effects import TITLES, effects

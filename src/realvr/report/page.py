@@ -15,9 +15,10 @@ import jinja2
 from markupsafe import Markup
 
 from realvr import __version__
-from realvr.diagnostics.base import DIAGNOSTICS, Shown
+from realvr.diagnostics.base import DIAGNOSTICS
 from realvr.diagnostics.card import HTML as CARD
 from realvr.diagnostics.panels import Source, join
+from realvr.diagnostics.parts import Shown
 from realvr.errors import UserError
 from realvr.report import paper
 from realvr.report.find import find
