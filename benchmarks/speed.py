@@ -272,6 +272,9 @@ def main() -> int:
         print(f"options {text}: {', '.join(f'{key}={value}' for key, value in options.facts().items())}", flush=True)
         if args.growth:
             attempt(bench, "growth", speed_growth.measure)
+            if any(series in results.names() for series in speed_growth.SERIES):
+                speed_growth.draw(results.path, figure := results.path.with_suffix(".svg"))
+                print(f"{results.path}\n{figure}")
             return int(results.failed)
         left += [f"{section} [{text}]" for section in measure(bench, chosen(only, results, sizes))]
         put_lora_vs_full(results)

@@ -196,6 +196,16 @@ def exponents(series: str, points: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+LABELS = {"visual": "visual tokens", "latents": "latents K", "group": "completions G", "prompts": "prompts"}
+SHOWN = {
+    "seconds": ("seconds", 1.0),
+    "above_gib": ("GiB beside the weights", 1.0),
+    "operations": ("thousand operations", 1e-3),
+    "flops": ("TFLOP", 1e-12),
+}
+"""What is drawn, with its unit: a row of the figure each, where the file has it."""
+
+
 def draw(path: Path, out: Path) -> None:
     """The series of a file as one figure."""
     import matplotlib
@@ -204,19 +214,32 @@ def draw(path: Path, out: Path) -> None:
     from matplotlib import pyplot
 
     content = read_json(path)
-    shown = [name for name in SERIES if name in content]
-    figure, axes = pyplot.subplots(1, len(shown), figsize=(3.2 * len(shown), 3), squeeze=False)
-    for axis, series in zip(axes[0], shown, strict=True):
-        points = content[series]["inputs"]["points"]
-        for name in WORK:
-            line = [(p[series], p[name]["seconds"]) for p in points if name in p and p[name]["seconds"]]
-            if line:
-                axis.plot(*zip(*line, strict=True), marker="o", label=name)
-        axis.set(xlabel=series, ylabel="seconds" if series == shown[0] else "", ylim=(0, None))
-    axes[0][0].legend(frameon=False)
+    columns = {name: content[name]["inputs"]["points"] for name in SERIES if name in content}
+    lines = {
+        (quantity, series, name): [(p[series], p[name][quantity]) for p in points if p.get(name, {}).get(quantity)]
+        for quantity in SHOWN
+        for series, points in columns.items()
+        for name in WORK
+    }
+    rows = [quantity for quantity in SHOWN if any(line for key, line in lines.items() if key[0] == quantity)]
+    size = (2.7 * len(columns), 2.1 * len(rows) + 0.3)
+    figure, axes = pyplot.subplots(len(rows), len(columns), figsize=size, squeeze=False)
+    for row, quantity in zip(axes, rows, strict=True):
+        unit, factor = SHOWN[quantity]
+        for axis, series in zip(row, columns, strict=True):
+            for name in WORK:
+                if line := lines[quantity, series, name]:
+                    xs, ys = zip(*line, strict=True)
+                    style = "--" if name == "ReaLVR" else "-"  # which often lies on LVR-RL
+                    axis.plot(xs, [y * factor for y in ys], style, marker="o", markersize=3, label=name)
+            axis.set(ylim=(0, None), xlabel=LABELS[series] if quantity == rows[-1] else "")
+            axis.spines[["top", "right"]].set_visible(False)
+        row[0].set_ylabel(unit)
+    axes[0][0].legend(frameon=False, fontsize="small")
     figure.tight_layout()
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
+    pyplot.close(figure)
 
 
 def demo_shares(folder: Path) -> str:

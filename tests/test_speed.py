@@ -305,8 +305,8 @@ def test_growth_is_fitted_and_drawn(tmp_path: Path) -> None:
         assert [point[series] for point in points] == list(values)
         assert all("ReaLVR" in point for point in points if point.get("latents") != 0)
         assert "exponent" in found[series]["value"]["rollout, seconds"]
-    speed_growth.draw(path, tmp_path / "growth.svg")
-    assert "<svg" in (tmp_path / "growth.svg").read_text()
+    figure = (tmp_path / "growth.svg").read_text()
+    assert "<svg" in figure and all(figure.count(f"<!-- {unit} -->") == 1 for unit, _ in speed_growth.SHOWN.values())
 
 
 def test_operations_of_attention_are_those_that_torch_counts() -> None:
