@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 class LiveMemory(TorchDispatchMode):
     """``now`` and ``peak`` bytes of storages that came into being inside, those of ``given`` modules not counted, and
-    ``operations`` that are no mere views."""
+    ``operations`` that are no mere views. An older tensor counts in full once a view of it is made."""
 
     def __init__(self, *given: nn.Module) -> None:
         super().__init__()

@@ -84,8 +84,8 @@ NARROW = {
         "out_hidden_size": 256,
     },
 }
-"""The 7B shape with a fourteenth of its width and 4 layers, heads as wide as before: a CPU takes prompts of real
-length. Attention's quadratic term weighs more than at full width."""
+"""The 7B shape with a fourteenth of its width and 4 layers, heads of the decoder as wide as before: a CPU takes prompts
+of real length. Attention's quadratic term weighs more than at full width."""
 CASES = [
     Case("7B Stage 2, full, cached", SEVEN, memory="cached"),
     Case("7B Stage 2, full, cached, gradients of autograd", SEVEN, memory="cached", deferred=False),

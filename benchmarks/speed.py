@@ -43,7 +43,7 @@ import speed_sections
 import speed_steps
 from realvr.families import FAMILIES
 from realvr.zoo.presets import PRESETS
-from speed_kit import FULL, SMALL, Bench, OutOfTime, Sizes, about, ceilings, memory_mode, quiet
+from speed_kit import FULL, MODES, SMALL, Bench, OutOfTime, Sizes, about, ceilings, memory_mode, quiet
 from speed_options import parse_options
 from speed_results import ROOT, Results, put_lora_vs_full
 
@@ -209,7 +209,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--lora-microbatch", type=int, help="the same for whole steps with LoRA; otherwise all")
     parser.add_argument(
-        "--memory", help="of whole steps: a mode, or 'checkpointed-prefill 0.5'; otherwise as the package has it"
+        "--memory",
+        help=f"of whole steps: {', '.join(MODES)}, or with the share of the layers that are recomputed, "
+        "'checkpointed-prefill 0.5'; otherwise as the package has it",
     )
     parser.add_argument("--ready", action="store_true", help="evaluate once more, with all pictures ready")
     parser.add_argument(
@@ -273,8 +275,8 @@ def main() -> int:
         if args.growth:
             attempt(bench, "growth", speed_growth.measure)
             if any(series in results.names() for series in speed_growth.SERIES):
-                speed_growth.draw(results.path, figure := results.path.with_suffix(".svg"))
-                print(f"{results.path}\n{figure}")
+                speed_growth.draw(results.path, results.path.with_suffix(".svg"))
+                print(f"{results.path}, and the figure beside it (.svg)")
             return int(results.failed)
         left += [f"{section} [{text}]" for section in measure(bench, chosen(only, results, sizes))]
         put_lora_vs_full(results)

@@ -155,21 +155,23 @@ def measure(bench: Bench, memory: str = "checkpointed-prefill") -> bool:
 
 
 def _said(found: Mapping[str, Any]) -> str:
-    units = {"seconds": "s", "above_gib": "GiB", "operations": "operations"}
+    units = {"seconds": ".4g} s", "above_gib": ".4g} GiB", "operations": ",} operations"}
     parts = []
     for name in (name for name in WORK if name in found):
-        known = [f"{found[name][key]:.4g} {unit}" for key, unit in units.items() if found[name].get(key) is not None]
+        given = ((key, unit) for key, unit in units.items() if found[name].get(key) is not None)
+        known = [f"{{:{unit}".format(found[name][key]) for key, unit in given]
         parts.append(f"{name} {', '.join(known) or found[name]['error']}")
     return "; ".join(parts)
 
 
 def _before(bench: Bench, plan: Mapping[str, Workloads]) -> dict[Key, dict[str, Any]]:
-    """Points that the file has for the same options."""
+    """Points that the file has for the same options; of a CPU, those that were counted."""
     found: dict[Key, dict[str, Any]] = {}
     for series, sizes_of in plan.items():
         inputs = bench.results.inputs(series)
         for each in inputs.get("points", []) if inputs.get("options") == bench.results.options else []:
-            if (value := each.get(series)) in sizes_of:
+            counted = bench.device.type != "cpu" or all("operations" in each[name] for name in WORK if name in each)
+            if (value := each.get(series)) in sizes_of and counted:
                 found[key_of(*sizes_of[value])] = {name: part for name, part in each.items() if name != series}
     return found
 
@@ -207,7 +209,7 @@ SHOWN = {
 
 
 def draw(path: Path, out: Path) -> None:
-    """The series of a file as one figure."""
+    """The series of a file as one figure; none where nothing fitted."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -222,6 +224,8 @@ def draw(path: Path, out: Path) -> None:
         for name in WORK
     }
     rows = [quantity for quantity in SHOWN if any(line for key, line in lines.items() if key[0] == quantity)]
+    if not rows:
+        return
     size = (2.7 * len(columns), 2.1 * len(rows) + 0.3)
     figure, axes = pyplot.subplots(len(rows), len(columns), figsize=size, squeeze=False)
     for row, quantity in zip(axes, rows, strict=True):

@@ -89,9 +89,14 @@ SMALL = Sizes(
 def memory_mode(text: str) -> dict[str, Any]:
     """``MODE``, or ``MODE SHARE`` with the share of the layers that are recomputed, as settings of Stage 2."""
     mode, _, share = text.partition(" ")
-    if mode not in MODES:
-        raise ValueError(f"{text!r}: write {', '.join(MODES)}, and behind it a share between 0 and 1 if you like")
-    return {"memory": mode, "recompute": float(share or 1)}
+    try:
+        recompute = float(share or 1)
+    except ValueError:
+        recompute = 0.0
+    if mode not in MODES or not 0 < recompute <= 1 or (share and mode == "cached"):
+        also = "'checkpointed-prefill 0.5': a share of the layers, above 0 and at most 1, for all but cached"
+        raise ValueError(f"{text!r}: write {', '.join(MODES)}, or {also}")
+    return {"memory": mode, "recompute": recompute}
 
 
 class OutOfTime(Exception):

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft.tuners.lora import Linear
 
 from memory import sft_batch
 from realvr.backbone.backbone import Backbone
@@ -295,6 +294,8 @@ def lora_evidence(bench: Bench) -> None:
 
 def split_layers(backbone: Backbone, microbatch: int, tokens: int) -> str:
     """Adapters whose products are split in the pass over the prompts of a microbatch, of all."""
+    from peft.tuners.lora import Linear  # not needed for anything else
+
     layers = [module for module in backbone.model.modules() if isinstance(module, Linear)]
     split = [each for each in layers if getattr(each, "splits", lambda rows: False)(microbatch * tokens)]
     return f"{len(split)} of {len(layers)}"

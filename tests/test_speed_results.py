@@ -232,7 +232,7 @@ def test_growth_goes_on_where_it_was_cut_and_measures_the_shared_point_once(
             raise OutOfTime
         asked.append(speed_growth.key_of(sizes, prompts))
         peak = 10 + 0.1 * sizes.visual * sizes.group
-        work = {"seconds": 2.0, "peak_gib": peak, "held_gib": 10.0, "above_gib": peak - 10}
+        work = {"seconds": 2.0, "peak_gib": peak, "held_gib": 10.0, "above_gib": peak - 10, "operations": 7}
         return {"rollout": work, "commit": bench.results.commit}
 
     monkeypatch.setattr(speed_growth, "point", point)
@@ -252,6 +252,29 @@ def test_growth_goes_on_where_it_was_cut_and_measures_the_shared_point_once(
     found = json.loads(path.read_text())
     assert len(asked) == 3 and all(found[series]["inputs"]["complete"] for series in speed_growth.SMALL_SERIES)
     assert [each["commit"][0] for each in found["latents"]["inputs"]["points"]] == ["c", "b", "c"]
+
+
+def test_points_that_were_not_counted_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of a CPU from before operations were counted; nothing is drawn where nothing fitted."""
+    path, asked, work = tmp_path / "g.json", [], {"seconds": 2.0}
+
+    def point(bench: Bench, sizes: Sizes, prompts: int, memory: str) -> dict[str, Any]:
+        asked.append(speed_growth.key_of(sizes, prompts))
+        return {"rollout": dict(work), "commit": bench.results.commit}
+
+    monkeypatch.setattr(speed_growth, "point", point)
+    assert speed_growth.measure(made_bench(path))
+    once = list(asked)
+    work["operations"] = 7
+    assert speed_growth.measure(made_bench(path, resume=True)) and asked == 2 * once
+    assert speed_growth.measure(made_bench(path, resume=True)) and asked == 2 * once
+    content = json.loads(path.read_text())
+    for points in (content[series]["inputs"]["points"] for series in speed_growth.SMALL_SERIES):
+        for each in points:
+            each["rollout"] = {"seconds": None, "error": "does not fit"}
+    path.write_text(json.dumps(content))
+    speed_growth.draw(path, tmp_path / "g.svg")
+    assert not (tmp_path / "g.svg").exists()
 
 
 def test_growth_may_begin_without_latents(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import speed_kit
 import speed_sections
 import speed_steps
 from realvr.errors import UserError
-from realvr.training import loop
+from realvr.training import loop, low_rank
 from speed_kit import FULL, SMALL, Bench, DoesNotFit, OutOfTime, about, text_tokens
 from speed_results import Results
 
@@ -113,8 +113,22 @@ def test_microbatches_and_memory_mode_of_whole_steps(made: Bench, monkeypatch: p
         made.sizes = replace(SMALL, memory=text)
         method: Any = speed_steps.rl_settings(made, Path("d"), Path("o"), 0, 1, 4).method
         assert (method.memory, method.recompute) == (memory, share)
-    with pytest.raises(ValueError, match="a share between 0 and 1"):
-        speed_kit.memory_mode("half")
+    for text in ("half", "cached abc", "cached 0.5", "checkpointed 0", "checkpointed-prefill 2", "checkpointed nan"):
+        with pytest.raises(ValueError, match="above 0 and at most 1"):
+            speed_kit.memory_mode(text)
+
+
+def test_how_many_adapters_are_split(made: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the rows of a microbatch and the widths of each layer: gate, up and down before the narrower ones."""
+    made.options = replace(made.options, lora="split")
+    made.dtype = torch.bfloat16
+    backbone = made.backbone(2)
+    text = backbone.model.config.text_config
+    mlp = text.hidden_size + text.intermediate_size
+    monkeypatch.setattr(low_rank, "SPLIT_FROM", 2 * 10 * mlp)
+    layers = 7 * backbone.layers
+    assert speed_sections.split_layers(backbone, 2, 10) == f"{3 * backbone.layers} of {layers}"
+    assert speed_sections.split_layers(backbone, 1, 10) == f"0 of {layers}"
 
 
 def test_whole_steps_have_as_much_text_as_the_other_prompts(made: Bench) -> None:

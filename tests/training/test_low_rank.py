@@ -423,7 +423,7 @@ def test_a_notice_where_an_engine_gathers_adapters(monkeypatch: pytest.MonkeyPat
     adapted.split_products = True
     adapted.lora_A["default"].register_forward_pre_hook(lambda module, args: None)
     notice_once.cache_clear()
-    with pytest.warns(UserWarning, match="no effect under an engine that gathers"):
+    with pytest.warns(UserWarning, match="no effect where an engine gathers"):
         adapted(given())
 
 

@@ -1,7 +1,7 @@
 """Questions asked of a latent: measure, summarise, draw. One file a diagnostic; see docs/diagnostics.md."""
 
 from realvr.diagnostics.base import DIAGNOSTICS, Diagnostic
-from realvr.diagnostics.parts import DiagnosticSettings, Highlight, Needs, Samples, Shown
+from realvr.diagnostics.parts import DiagnosticSettings, Highlight, Needs, Samples, Shown, Skip
 from realvr.diagnostics.run import diagnose
 from realvr.diagnostics.settings import DiagnoseSettings
 
@@ -14,5 +14,6 @@ __all__ = [
     "DiagnoseSettings",
     "Samples",
     "Shown",
+    "Skip",
     "diagnose",
 ]

@@ -49,7 +49,7 @@ class ThinLinear(Linear):
         large = split or (torch.is_grad_enabled() and x.numel() >= small_kernels.FEW)
         one_node = large and not drops and self._narrow(x, down, up)
         if split and not one_node:
-            notice_once("lora.split_products: no effect under an engine that gathers adapters in hooks (ZeRO-3)")
+            notice_once("lora.split_products: no effect where an engine gathers or casts adapters (ZeRO-3, autocast)")
         if one_node:
             result = low_rank.low_rank(result, x, down.weight, up.weight, self.scaling[name], split)  # type: ignore[arg-type]
         else:
