@@ -7,6 +7,7 @@ import io
 import json
 import os
 import struct
+import threading
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from PIL import Image
 
 from realvr.errors import UserError
 from realvr.families import FAMILIES
-from realvr.imaging.processing import MAX_IMAGE_PIXELS, ImageProcessor, open_image
+from realvr.imaging.processing import MAX_IMAGE_PIXELS, ImageProcessor, open_image, read_header
 from realvr.zoo.tiny import build
 
 QWEN = [name for name, family in FAMILIES.items() if family.variable_grid]
@@ -194,6 +195,28 @@ def test_between_one_and_two_times_pillows_limit_is_read_without_a_warning(tmp_p
     assert not seen
     assert before == Image.MAX_IMAGE_PIXELS
     assert warnings.filters == filters
+
+
+def test_a_header_read_by_a_thread_leaves_no_filter_of_the_main_thread_behind() -> None:
+    """The main thread silences a few lines; a thread begins within them and ends behind them."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(io.BytesIO):
+        def read(self, *size: int) -> bytes:
+            begun.set()
+            assert go_on.wait(10)
+            return super().read(*size)
+
+    before = list(warnings.filters)
+    opened: list[Image.Image] = []
+    thread = threading.Thread(target=lambda: opened.append(read_header(Slow(encoded(noise(4, 4), "PNG")))))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        thread.start()
+        assert begun.wait(10)
+    go_on.set()
+    thread.join(10)
+    assert opened[0].size == (4, 4) and warnings.filters == before
 
 
 # --- processing ----------------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ import importlib
 import io
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -92,9 +94,22 @@ def read_header(file: str | Path | BinaryIO) -> Image.Image:
 
     Pillow only warns between half of `MAX_IMAGE_PIXELS` and all of it; those sizes are allowed here.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+    with _without_size_warning():
         return Image.open(file)
+
+
+@contextmanager
+def _without_size_warning() -> Iterator[None]:
+    """Takes back its own filter alone: `warnings.catch_warnings` puts all filters back as it has met them, and in a
+    thread may leave those behind with which the main thread silenced a few lines."""
+    own: Any = ("ignore", None, Image.DecompressionBombWarning, None, 0)
+    filters: Any = warnings.filters
+    filters.insert(0, own)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # another thread has emptied the list meanwhile
+            filters.remove(own)
 
 
 def _open(file: str | Path | BinaryIO, name: str) -> Image.Image:
