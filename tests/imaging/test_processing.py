@@ -236,6 +236,31 @@ def test_pixels_are_those_of_the_stock_class(checkpoints: dict[str, Path], name:
         assert found.pixels.shape[0] == found.tokens * patches_per_token
 
 
+@pytest.mark.parametrize("size", [(128, 64), (128, 65), (31, 200), (700, 500), (3, 2)])  # the first stays as it is
+@pytest.mark.parametrize("change", ["", "do_resize", "do_rescale", "do_normalize", "bilinear", "one mean", "budget"])
+def test_qwen_pixels_are_the_stock_ones_in_every_bit(
+    checkpoints: dict[str, Path], size: tuple[int, int], change: str
+) -> None:
+    """Shorter than the stock way, where all its steps are on; configurations that leave one out keep theirs."""
+    processor = load(checkpoints, "qwen3-vl", **({"min_tokens": 6, "max_tokens": 9} if change == "budget" else {}))
+    stock = processor.stock
+    if change.startswith("do_"):
+        setattr(stock, change, False)
+        size = (128, 64) if change == "do_resize" else size  # otherwise patches do not divide it
+    elif change == "bilinear":
+        stock.resample = 2
+    elif change == "one mean":
+        stock.image_mean, stock.image_std, stock.rescale_factor = 0.25, 0.125, 1 / 127
+    image = noise(*size)
+    bounds = {"shortest_edge": 6, "longest_edge": 9} if change == "budget" else {}
+    bounds = {edge: tokens * (stock.patch_size * 2) ** 2 for edge, tokens in bounds.items()} or dict(stock.size)
+    expected = stock(images=[image], size=bounds, return_tensors="pt")
+    found = processor(image)
+    assert torch.equal(found.pixels, expected["pixel_values"]) and found.pixels.dtype == torch.float32
+    assert found.pixels.is_contiguous()
+    assert [[1, found.grid.rows * 2, found.grid.cols * 2]] == expected["image_grid_thw"].tolist()
+
+
 @pytest.mark.parametrize("name", QWEN)
 def test_qwen_tokens_are_in_raster_order_over_the_merged_grid(checkpoints: dict[str, Path], name: str) -> None:
     processor = load(checkpoints, name)
