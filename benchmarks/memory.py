@@ -39,6 +39,8 @@ from realvr.training.sections import LoraSettings, OptimSettings
 from realvr.training.sft_batch import SftBatch, SftExample, pack_rows
 
 GIB = 2**30
+PLAIN: dict[str, Any] = {"split_attention": False, "recorded_span": False}
+"""What the cases estimate, on a GPU too."""
 PASSES = ("update", "rollout")
 """Moments of the estimate that a case without optimizer has not."""
 
@@ -232,7 +234,7 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
         config = LvrSftConfig(gradient_checkpointing=case.memory != "cached")
         module, batch = Step(LvrSft(backbone, config)), sft_batch(backbone, case)
     else:
-        settings = ReaLVRConfig(type="realvr", memory=case.memory, lambda_ev=0.2 if case.evidence else 0.0)
+        settings = ReaLVRConfig(type="realvr", memory=case.memory, lambda_ev=0.2 if case.evidence else 0.0, **PLAIN)
         module, batch = Step(ReaLVR(backbone, settings)), rl_batch(backbone, case)
     work = workload(backbone, case, batch)
     decoder, weights = decoder_of(backbone.model), weights_of(backbone.model)

@@ -71,7 +71,8 @@ TARGETS = {
 Section = tuple[Callable[[Bench], None], tuple[str, ...]]
 SECTIONS: dict[str, Section] = {
     "short passes": (speed_sections.short_passes, ("decode_bandwidth_fraction", "latent_bandwidth_fraction")),
-    "whole step": (speed_steps.whole_step, ("rl_step_seconds", "step_ratio_paper", "step_ratio_release")),
+    "whole step": (speed_steps.whole_step, ("rl_step_seconds",)),
+    "step ratios": (speed_steps.step_ratios, ("step_ratio_paper", "step_ratio_release")),
     "LoRA step": (speed_steps.lora_step, ("lora_peak_gib", "lora_vs_full")),
     "LoRA": (speed_sections.lora_evidence, ("evidence_overhead_1_lora",)),
     "train part": (

@@ -25,7 +25,7 @@ CHOICES = {
     "decode": ("off", "static", "graph", "auto"),
     "rollouts": ("microbatch", "together"),
     "gradients": ("autograd", "deferred"),
-    "lora": ("peft", "thin", "split"),
+    "lora": ("peft", "thin", "kernels"),
     "packed": ("mask", "variable"),
     "vision": ("stock", "padded"),
     "layers": ("stock", "fused"),
@@ -39,7 +39,7 @@ CHOICES = {
 class Options:
     """``decode``: latent steps and decoding in static shapes, or as CUDA graphs. ``rollouts``: prompts of a step by
     microbatch or together. ``gradients``: of the weights that latent steps share. ``lora``: the forward pass of
-    adapters, and whether their large products are split. ``packed``: attention of Stage 1. ``vision``: weights of the
+    adapters, and whether kernels of our own compute it. ``packed``: attention of Stage 1. ``vision``: weights of the
     frozen tower, and how pixels get there. ``layers``: norms, rotary embeddings and MLP gates of the decoder.
     ``replay``: attention of completions behind their prompt. ``span``: latent steps with gradient, one kernel at a time
     or as CUDA graphs."""
@@ -65,24 +65,29 @@ class Options:
 
     def adapters(self, rank: int) -> dict[str, Any]:
         """Settings of LoRA."""
-        return {"rank": rank, "alpha": 2 * max(1, rank), "split_products": rank > 0 and self.lora == "split"}
+        return {"rank": rank, "alpha": 2 * max(1, rank), "kernels": self.lora == "kernels"}
 
     def facts(self) -> dict[str, str]:
         return asdict(self)
 
 
-def _default() -> Options:
+def _default(device: torch.device) -> Options:
     method = ReaLVRConfig(type="realvr")
+
+    def on(switch: bool | str) -> bool:
+        """``auto`` as it is for the models measured here: dense, and whole on one device, in 16 bits on a GPU."""
+        return device.type == "cuda" if switch == "auto" else bool(switch)
+
     return Options(
         decode=method.fast_decode,
         rollouts="together",
         gradients=OptimSettings.model_fields["gradients"].default,
-        lora="split" if LoraSettings().split_products else "thin",
-        packed="variable" if LvrSftConfig().variable_length else "mask",
+        lora="kernels" if LoraSettings().kernels else "thin",
+        packed="variable" if on(LvrSftConfig().variable_length) else "mask",
         vision="padded" if ModelSettings.model_fields["fast_vision"].default else "stock",
-        layers="fused" if ModelSettings.model_fields["fused_layers"].default else "stock",
-        replay="split" if method.split_attention else "mask",
-        span="recorded" if method.recorded_span else "plain",
+        layers="fused" if on(ModelSettings.model_fields["fused_layers"].default) else "stock",
+        replay="split" if on(method.split_attention) else "mask",
+        span="recorded" if on(method.recorded_span) else "plain",
     )
 
 
@@ -92,7 +97,7 @@ def parse_options(text: str, device: torch.device) -> Options:
     graph = "graph" if device.type == "cuda" else "static"
     sets = {
         "plain": Options(),
-        "default": _default(),
+        "default": _default(device),
         "fast": Options(graph, *(choices[-1] for key, choices in CHOICES.items() if key != "decode")),
     }
     if name not in sets:

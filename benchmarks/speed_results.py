@@ -101,6 +101,7 @@ class Results:
         """What they switch on."""
         self.beside: str | None = None
         """Name of the options that are measured beside the others; None: results go to the top of the file."""
+        self._now: set[tuple[str | None, str]] = set()
         if path.is_file():
             self._add_to(read_json(path))
 
@@ -130,6 +131,10 @@ class Results:
         """Whether one of them has to be measured: with ``resume`` if it is not there, otherwise always."""
         return not self.resume or any(name not in self for name in names)
 
+    def of_this_run(self, name: str) -> bool:
+        """Whether it was measured by this process, not by an earlier one."""
+        return (self.beside, name) in self._now
+
     def value(self, name: str) -> float | None:
         return self._place[name]["value"] if name in self else None
 
@@ -147,6 +152,7 @@ class Results:
         return {"commit": self.commit, "options": self.options, "switches": self.switches, "torch": self.torch}
 
     def put(self, name: str, value: object, **inputs: Any) -> None:
+        self._now.add((self.beside, name))
         self._place[name] = {"value": _short(value), "inputs": {**self.stamp, **inputs}}
         self.write()
 

@@ -281,7 +281,7 @@ def evidence_overhead(bench: Bench, name: str, prompts: int, memory: str, size: 
     full = bench.time(f"train part, ReaLVR, {place}", run)
     facts = {"memory": memory, "microbatch": size, "rank": rank, **full.peaks(), "span_counts": run.span_counts}
     if rank:
-        facts["split_layers"] = split_layers(bench.backbone(rank), size, batches[0].batch.ids_BT.shape[1])
+        facts["kernel_layers"] = kernel_layers(bench.backbone(rank))
     seconds = {"lvr_rl_seconds": plain.seconds, "realvr_seconds": full.seconds, "text_tokens": bench.text_tokens}
     bench.results.put(name, full.seconds / plain.seconds - 1, **seconds, **facts)
     return full
@@ -292,13 +292,12 @@ def lora_evidence(bench: Bench) -> None:
     evidence_overhead(bench, "evidence_overhead_1_lora", 1, "cached", 1, bench.sizes.rank)
 
 
-def split_layers(backbone: Backbone, microbatch: int, tokens: int) -> str:
-    """Adapters whose products are split in the pass over the prompts of a microbatch, of all."""
+def kernel_layers(backbone: Backbone) -> str:
+    """Adapted layers that kernels of our own compute, of all."""
     from peft.tuners.lora import Linear  # not needed for anything else
 
     layers = [module for module in backbone.model.modules() if isinstance(module, Linear)]
-    split = [each for each in layers if getattr(each, "splits", lambda rows: False)(microbatch * tokens)]
-    return f"{len(split)} of {len(layers)}"
+    return f"{sum(getattr(each, 'kernels', None) is not None for each in layers)} of {len(layers)}"
 
 
 # ---------------------------------------------------------------------- Stage 1

@@ -17,7 +17,7 @@ log-probabilities, 1e-6 for attention rows. bfloat16: three times the yardstick,
 yardstick is smaller.
 
 Fast paths (`parity_paths.py`) are held against the plain path, gradients included: decoding in static shapes and as
-CUDA graphs, rollouts of several prompts, deferred weight gradients, thin and split adapters, attention inside packed
+CUDA graphs, rollouts of several prompts, deferred weight gradients, adapters, attention inside packed
 examples, the padded vision tower, fused layers, split attention of replays and latent steps, recorded spans. Texts must
 be the same in float32. Notices say where a path does not apply. On a GPU it is an error too if a kernel of our own was
 never launched, or was left out.

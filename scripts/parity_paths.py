@@ -19,7 +19,7 @@ import parity_decode
 import parity_span
 import torch
 from parity_span import MEMORY, TRUNKS, flat, gradients_of, grown, vectors
-from torch import Tensor
+from torch import Tensor, nn
 
 from realvr.backbone import Backbone, Probe, Prompt, small_kernels
 from realvr.latent import Sampling, prefill, score, splice, think, trajectory
@@ -55,9 +55,10 @@ CHECKS: dict[str, tuple[str, float, float | None]] = {
     "thin adapters: gradients": ("relative", 1e-5, 0.02),
     "adapters as one node: states": ("relative", 1e-6, 0.01),
     "adapters as one node: gradients": ("relative", 1e-5, 0.02),
-    "split adapters: states": ("relative", 1e-5, 0.02),
-    "split adapters: gradients": ("relative", 1e-4, 0.1),
-    "split adapters: gradients of one layer": ("relative", 1e-4, 1e-4),
+    "adapters by kernels: left out": ("absolute", 0.0, 0.0),
+    "adapters by kernels: states": ("relative", 1e-5, 0.02),
+    "adapters by kernels: gradients": ("relative", 1e-4, 0.1),
+    "adapters by kernels: gradients of one layer": ("relative", 1e-5, 1e-5),
     "packed rows: loss": ("relative", 1e-5, 0.02),
     "packed rows: gradients": ("relative", 1e-4, 0.1),
     "fast vision: tokens": ("relative", 1e-5, 0.02),
@@ -243,17 +244,15 @@ class Paths:
         return gradients_of(backbone, (z_BKD.float() * weight).sum() + logp.sum(), in_place)
 
     def adapters(self) -> Found:
-        """Our ways through an adapted layer against peft's, on the same device; split products against those of float32
-        too. In float32 there is neither a copy to spare nor a product to split."""
+        """Our ways through an adapted layer against peft's, on the same device; kernels of our own against float32 too.
+        They are for 16 bits on a GPU. In float32 there is no copy to spare either."""
         from peft.tuners.lora import Linear
 
-        ours = self._with_adapters(self.dtype, self.device)
+        ours = self._with_adapters(self.dtype, self.device, kernels=False)
         runs = {"thin adapters": self._adapted(ours)}
-        with _small_is_large():
-            if not self.exact:
+        if not self.exact:
+            with _small_is_large():
                 runs["adapters as one node"] = self._adapted(ours)
-                split = self._with_adapters(self.dtype, self.device, split_products=True)
-                mine = self._adapted(split)
         for module in ours.model.modules():
             if isinstance(module, Linear):
                 module.__class__ = Linear
@@ -264,24 +263,29 @@ class Paths:
             for name, run in runs.items()
             for part, a, b in zip(parts, run, theirs, strict=True)
         }
-        if not self.exact:
+        if not self.exact and self.device != "cpu":
+            fast = self._with_adapters(self.dtype, self.device)
+            layers = [module for module in fast.model.modules() if isinstance(module, Linear)]
+            left_out = torch.tensor([float(getattr(layer, "kernels", None) is None) for layer in layers])
+            found["adapters by kernels: left out"] = (left_out, torch.zeros_like(left_out), None)
             right = self._adapted(self._with_adapters(torch.float32, str(self.truth.device)))
-            several = zip(parts, mine, right, theirs, strict=True)
-            found |= {f"split adapters: {part}": three for part, *three in several}
-            found["split adapters: gradients of one layer"] = self._one_layer()
+            several = zip(parts, self._adapted(fast), right, theirs, strict=True)
+            found |= {f"adapters by kernels: {part}": three for part, *three in several}
+            found["adapters by kernels: gradients of one layer"] = self._one_layer()
         return found
 
     def _one_layer(self) -> tuple[Tensor, Tensor, None]:
-        """Gradients of a split adapter behind many rows, against float64: what the base model rounds is not in them."""
-        rows, inputs, outputs, rank, scaling = 16384 if self.device != "cpu" else 1024, 384, 256, 16, 2.0
+        """Gradients of an adapter behind many rows, against float64: what the base model rounds is not in them."""
+        rows, inputs, outputs, rank, scaling = 16384, 384, 256, 16, 2.0
         generator = torch.Generator().manual_seed(13)
 
         def noise(*size: int) -> Tensor:
             return torch.randn(*size, generator=generator).to(self.device)
 
-        result, x, grad = (noise(rows, size).bfloat16() for size in (outputs, inputs, outputs))
+        base = nn.Linear(inputs, outputs, bias=False).to(self.device, torch.bfloat16).requires_grad_(False)
+        x, grad = (noise(rows, size).bfloat16() for size in (inputs, outputs))
         down, up = noise(rank, inputs).requires_grad_(), noise(outputs, rank).requires_grad_()
-        low_rank.low_rank(result, x, down, up, scaling, True).backward(grad)
+        low_rank.adapted(x, base, down, up, scaling).backward(grad)
         assert down.grad is not None and up.grad is not None
         wide, back = x.double(), grad.double() * scaling
         right = [(back @ up.detach().double()).t() @ wide, back.t() @ (wide @ down.detach().double().t())]
@@ -413,12 +417,11 @@ class Paths:
 @contextmanager
 def _small_is_large() -> Iterator[None]:
     """Adapters of tiny models take the way of large passes."""
-    before = small_kernels.FEW, low_rank.SPLIT_FROM
-    small_kernels.FEW = low_rank.SPLIT_FROM = 1
+    before, small_kernels.FEW = small_kernels.FEW, 1
     try:
         yield
     finally:
-        small_kernels.FEW, low_rank.SPLIT_FROM = before
+        small_kernels.FEW = before
 
 
 WIDE_GROUP = 12

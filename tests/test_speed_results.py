@@ -101,7 +101,8 @@ def test_what_is_measured_again(tmp_path: Path) -> None:
 
 
 def test_sections_come_in_order_of_value() -> None:
-    order = "short passes, whole step, LoRA step, LoRA, train part, vision, stage 1, evaluation, long step, generate"
+    order = "short passes, whole step, step ratios, LoRA step, LoRA, train part, vision, stage 1, evaluation, "
+    order += "long step, generate"
     assert ", ".join(speed.SECTIONS) == order
 
 

@@ -18,7 +18,8 @@ import speed_kit
 import speed_sections
 import speed_steps
 from realvr.errors import UserError
-from realvr.training import loop, low_rank
+from realvr.training import loop
+from realvr.training.thin_lora import ThinLinear
 from speed_kit import FULL, SMALL, Bench, DoesNotFit, OutOfTime, about, text_tokens
 from speed_results import Results
 
@@ -118,17 +119,29 @@ def test_microbatches_and_memory_mode_of_whole_steps(made: Bench, monkeypatch: p
             speed_kit.memory_mode(text)
 
 
-def test_how_many_adapters_are_split(made: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the rows of a microbatch and the widths of each layer: gate, up and down before the narrower ones."""
-    made.options = replace(made.options, lora="split")
-    made.dtype = torch.bfloat16
+def test_how_many_adapters_run_in_kernels(made: Bench) -> None:
     backbone = made.backbone(2)
-    text = backbone.model.config.text_config
-    mlp = text.hidden_size + text.intermediate_size
-    monkeypatch.setattr(low_rank, "SPLIT_FROM", 2 * 10 * mlp)
-    layers = 7 * backbone.layers
-    assert speed_sections.split_layers(backbone, 2, 10) == f"{3 * backbone.layers} of {layers}"
-    assert speed_sections.split_layers(backbone, 1, 10) == f"0 of {layers}"
+    layers = [module for module in backbone.model.modules() if isinstance(module, ThinLinear)]
+    assert speed_sections.kernel_layers(backbone) == f"0 of {len(layers)}" == f"0 of {7 * backbone.layers}"
+    for layer in layers[:3]:
+        layer.kernels = backbone.device
+    assert speed_sections.kernel_layers(backbone) == f"3 of {len(layers)}"
+
+
+def test_ratios_of_a_step_need_one_of_this_run(made: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that an earlier process has measured, perhaps with other code, is measured again."""
+    made.results.put("rl_step_seconds", 1e-9, parts={"encode": 0.0, "optimizer": 0.0})
+    resumed = Results(made.results.path, made.results.content["about"], resume=True)
+    assert made.results.of_this_run("rl_step_seconds") and not resumed.of_this_run("rl_step_seconds")
+    made.results = resumed
+    speed_kit.ceilings(made)
+    speed_steps.step_ratios(made)
+    mine, theirs = made.results.value("rl_step_seconds"), made.results.inputs("step_ratio_paper")
+    assert mine is not None and mine > 1e-6
+    assert theirs["seconds"] == pytest.approx(mine, rel=1e-4)
+    assert made.results.value("step_ratio_paper") == pytest.approx(theirs["baseline_seconds"] / mine, rel=1e-3)
+    monkeypatch.setattr(speed_steps, "rl_step", lambda *_: pytest.fail("measured twice"))
+    speed_steps.step_ratios(made)
 
 
 def test_whole_steps_have_as_much_text_as_the_other_prompts(made: Bench) -> None:

@@ -56,6 +56,22 @@ def test_shards_partition(counts: list[int], world: int, workers: int, seed: int
 
 
 @quick
+@given(counts=sizes, taken=st.integers(0, 70), ahead=st.integers(0, 50), world=st.integers(1, 3), data=st.data())
+def test_what_comes_is_known_without_moving_on(
+    counts: list[int], taken: int, ahead: int, world: int, data: st.DataObject
+) -> None:
+    """Over the ends of epochs, and not beyond the last one."""
+    options: dict[str, Any] = {"epochs": 3, "world": world, "rank": data.draw(st.integers(0, world - 1))}
+    looking, plain = mixture(counts, **options), mixture(counts, **options)
+    assert list(islice(looking, taken)) == list(islice(plain, taken))
+    before = looking.state_dict()
+    found = looking.upcoming(ahead)
+    assert looking.state_dict() == before == plain.state_dict()
+    rest = list(plain)
+    assert found == rest[:ahead] and list(looking) == rest
+
+
+@quick
 @given(counts=sizes, taken=st.integers(0, 70), seed=st.integers(0, 99), rank=st.integers(0, 2))
 def test_resume_equals_no_restart(counts: list[int], taken: int, seed: int, rank: int) -> None:
     options: dict[str, Any] = {"seed": seed, "epochs": 4, "rank": rank, "world": 3, "workers": 2, "worker": seed % 2}

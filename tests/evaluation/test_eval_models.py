@@ -20,6 +20,7 @@ import outside
 from eval_cases import keys, lines, make_world
 from realvr import models
 from realvr.backbone import Backbone, Turn
+from realvr.backbone.automatic import Where
 from realvr.cli import main
 from realvr.errors import UserError
 from realvr.evaluation.ablation import donors, matched_noise
@@ -151,6 +152,28 @@ def test_answers_do_not_depend_on_how_they_are_decoded(
     monkeypatch.setattr(Backbone, "load", loading)
     assert main(arguments(model, world, tmp_path / "ways", "--batch", "5", "--fused-layers", "--no-fast-vision")) == 0
     assert lines(tmp_path / "ways") == lines(finished) and ways == [(False, True)]
+
+
+def test_an_evaluation_says_and_records_fused_layers(
+    finished: Path,
+    model: Path,
+    world: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``auto`` is off on this CPU; where it is on, the record says so, and an evaluation begun without goes on."""
+    assert "layers" not in json.loads((finished / "eval.json").read_text())["versions"]
+    monkeypatch.setattr(Where, "takes", lambda self, name: True)
+    for flags, fused, said in (([], True, 1), (["--no-fused-layers"], False, 0), (["--fused-layers", "true"], True, 0)):
+        out = tmp_path / "-".join(["out", *flags])
+        assert main(arguments(model, world, out, "--batch", "5", *flags)) == 0
+        assert lines(out) == lines(finished)
+        assert (json.loads((out / "eval.json").read_text())["versions"].get("layers") == "fused") is fused
+        assert capsys.readouterr().err.count("note: fast paths: fused layers\n") == said
+    assert main(arguments(model, world, tmp_path / "out---no-fused-layers", "--batch", "5")) == 0
+    with pytest.raises(SystemExit):
+        main(arguments(model, world, tmp_path / "odd", "--fused-layers", "quick"))
 
 
 def test_sampled_answers_depend_on_the_seed_alone(model: Path, world: dict[str, Path], tmp_path: Path) -> None:

@@ -407,7 +407,7 @@ def test_rollouts_leave_room_for_a_recorded_span(deeper: Callable[..., Backbone]
 def test_where_a_span_is_recorded(
     deeper: Callable[..., Backbone], setting: bool, device: str, shards: bool, found: bool
 ) -> None:
-    config = ReaLVRConfig(type="realvr", recorded_span=setting)
+    config = ReaLVRConfig(type="realvr", recorded_span=setting, split_attention=False)
     engine: Any = SimpleNamespace(device=torch.device(device), shards=shards, lockstep=False)
     batch = benchmark.rl_batch(deeper("qwen2.5-vl"), CASE)
     work = workload_of(SimpleNamespace(method=config), engine, batch, 1)  # type: ignore[arg-type]
@@ -426,7 +426,7 @@ def test_where_a_span_is_recorded(
 def test_where_latent_steps_are_split(
     deeper: Callable[..., Backbone], setting: bool, device: str, wide: bool, found: bool
 ) -> None:
-    config = ReaLVRConfig(type="realvr", split_attention=setting)
+    config = ReaLVRConfig(type="realvr", split_attention=setting, recorded_span=False)
     engine: Any = SimpleNamespace(device=torch.device(device), shards=False, lockstep=False)
     batch = benchmark.rl_batch(deeper("qwen2.5-vl"), CASE)
     if wide:

@@ -1,9 +1,8 @@
-"""Adapters as one node of the graph: peft's numbers bit for bit; with split products, float64's up to rounding."""
+"""Adapters as one node of the graph: peft's numbers bit for bit."""
 
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from helpers import DEVICE, mixed_prompts
 from live_memory import LiveMemory
 from memory import Case, rl_batch
 from realvr.backbone import Backbone, small_kernels
-from realvr.backbone.notices import notice_once
 from realvr.latent.span import prefill
 from realvr.training import low_rank
 from realvr.training.adapters import Adapters
@@ -36,16 +34,15 @@ BF16, WIDE = torch.bfloat16, torch.float32
 @pytest.fixture(autouse=True)
 def _small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(small_kernels, "FEW", 1)
-    monkeypatch.setattr(low_rank, "SPLIT_FROM", 1)
 
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each pass through the node: whether products are split."""
+    """One for each pass through the node."""
     found: list[bool] = []
 
     def watched(*args: Any) -> Tensor:
-        found.append(args[-1])
+        found.append(True)
         return low_rank._LowRank.apply(*args)
 
     monkeypatch.setattr(low_rank, "low_rank", watched)
@@ -94,9 +91,9 @@ def same(mine: list[Tensor], right: list[Tensor]) -> None:
 @pytest.mark.parametrize("alpha", [8, 7], ids=["power of two", "other scaling"])
 def test_bit_for_bit(alpha: float, bias: bool, used: list[bool]) -> None:
     mine = learnt(layer(alpha, bias=bias), given())
-    assert used == [False]
+    assert used == [True]
     same(mine, learnt(stock(layer(alpha, bias=bias)), given()))
-    assert used == [False]
+    assert used == [True]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -109,7 +106,7 @@ def test_checkpointed(reentrant: bool, used: list[bool]) -> None:
 
     if again is not None:
         same(learnt(adapted, given(), run), again)
-        assert used == [False] * 3
+        assert used == [True] * 3
         return
     x, other = given(), given()  # the reentrant kind knows no torch.autograd.grad
     run(x).float().sum().backward()
@@ -118,7 +115,7 @@ def test_checkpointed(reentrant: bool, used: list[bool]) -> None:
         p.grad = None
     adapted(other).float().sum().backward()
     right = [other.grad, *(p.grad for p in adapted.parameters() if p.requires_grad)]
-    assert all(map(torch.equal, mine, right)) and used[-1] is False
+    assert all(map(torch.equal, mine, right)) and used
 
 
 def test_gradients_that_nobody_wants() -> None:
@@ -225,9 +222,6 @@ def test_no_copy_of_the_input_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept(layer(), given()) == inner + copy
     monkeypatch.setattr(small_kernels, "FEW", ROWS * INPUTS)
     assert kept(layer(), given()) == inner
-    split = layer()
-    split.split_products = True
-    assert kept(split, given()) == inner
 
 
 # ---------------------------------------------------------------------- where it does not apply
@@ -261,7 +255,7 @@ def test_peft_s_way_where_layers_are_not_plain(used: list[bool]) -> None:
     assert used == []
     assert layer().keeps_input and layer(dropout=0.5).eval().keeps_input
     layer(dropout=0.5).eval()(given())
-    assert used == [False]
+    assert used == [True]
 
 
 class Shard(Tensor):
@@ -273,189 +267,3 @@ def test_adapters_are_not_deferred(build_tiny: Callable[[str], Path], monkeypatc
     backbone = Backbone.load(build_tiny("qwen2.5-vl"), dtype=BF16, device=DEVICE)
     Adapters(backbone, LoraSettings(rank=RANK))
     assert defer_gradients(backbone.model) is None
-
-
-# ---------------------------------------------------------------------- split products
-
-
-def exact(adapted: Any, x: Tensor) -> list[Tensor]:
-    """Output and gradients in float64, from the equation, before anything is rounded; last the size of the two terms of
-    the input's gradient, each of which is rounded before they are added."""
-    base, scaling = adapted.base_layer, adapted.scaling["default"]
-    down, up = (getattr(adapted, name)["default"].weight.detach().double() for name in ("lora_A", "lora_B"))
-    x = x.detach().flatten(0, 1).double()
-    result = base(x.to(BF16)).detach().double()
-    grad = torch.randn(2, ROWS // 2, OUTPUTS, generator=torch.Generator().manual_seed(2)).to(DEVICE, BF16)
-    grad = grad.flatten(0, 1).double()
-    inner, back = x @ down.t(), grad @ up * scaling
-    first, second = grad @ base.weight.double(), back @ down
-    return [
-        result + inner @ up.t() * scaling,
-        first + second,
-        back.t() @ x,
-        grad.t() @ inner * scaling,
-        first.abs() + second.abs(),
-    ]
-
-
-@pytest.mark.parametrize("alpha", [8, 7], ids=["power of two", "other scaling"])
-def test_split_products_are_float64_up_to_rounding(alpha: float, used: list[bool]) -> None:
-    adapted = layer(alpha)
-    adapted.split_products = True
-    out, of_x, of_down, of_up = (t.double() for t in learnt(adapted, given()))
-    right = exact(adapted, given())
-    assert used == [True]
-    torch.testing.assert_close(out.flatten(0, 1), right[0], rtol=2**-8, atol=1e-4)
-    assert ((of_x.flatten(0, 1) - right[1]).abs() <= 2**-8 * (right[4] + right[1].abs()) * 1.001 + 1e-4).all()
-    for mine, theirs in ((of_down, right[2]), (of_up, right[3])):
-        assert (mine - theirs).norm() / theirs.norm() < 2e-5  # 16 bits; of bfloat16 alone 2e-3
-    narrow = layer(alpha)  # the bound is one that single halves do not keep
-    for part in (narrow.lora_A, narrow.lora_B):
-        part["default"].weight.data = part["default"].weight.data.bfloat16().float()
-    coarse = learnt(stock(narrow), given())
-    assert (coarse[2].double() - right[2]).norm() / right[2].norm() > 1e-3
-
-
-def test_split_without_gradient() -> None:
-    """A long prompt of a rollout: the numbers of the pass with gradient."""
-    adapted = layer()
-    adapted.split_products = True
-    with torch.no_grad():
-        still = adapted(given())
-    assert torch.equal(still, learnt(adapted, given())[0])
-
-
-def test_outputs_may_be_changed_in_place(used: list[bool]) -> None:
-    """As those of a plain layer."""
-    for split in (False, True):
-        adapted = layer()
-        adapted.split_products = split
-        adapted(given()).mul_(2).sum().backward()
-    assert used == [False, True]
-
-
-def test_only_large_products_are_split(used: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By rows, inputs and outputs together."""
-    adapted = layer()
-    adapted.split_products = True
-    for bound, split in ((ROWS * (INPUTS + OUTPUTS), True), (ROWS * (INPUTS + OUTPUTS) + 1, False)):
-        monkeypatch.setattr(low_rank, "SPLIT_FROM", bound)
-        adapted(given())
-        assert used.pop() is split and not used
-
-
-@pytest.mark.parametrize("rank", [4, 16, 64])
-def test_the_gap_of_a_device_that_is_right(rank: int) -> None:
-    assert low_rank.split_gap(torch.device(DEVICE), rank, 384, 256) < 3e-5 < low_rank.TOLERANCE / 3
-
-
-def broken(name: str) -> tuple[str, Callable[..., Tensor]]:
-    """A function of the module, and a wrong one for it."""
-    wide, summed, plus, product = low_rank._wide, low_rank._summed, low_rank._plus, low_rank._product
-
-    def rounded(a: Tensor, b: Tensor) -> Tensor:
-        return product(a, b).bfloat16().float()
-
-    def without_low(x: Tensor, high: Tensor, low: Tensor) -> None:
-        high.copy_(x)
-        low.zero_()
-
-    cases: dict[str, tuple[str, Any]] = {
-        "sums in 16 bits": ("_product", rounded),
-        "no low half": ("_into_halves", without_low),
-        "a row is missing": ("_summed", lambda a, b: summed(a[1:], b[1:])),
-        "base left out": ("_plus", lambda base, a, b: plus(None, a, b)),
-        "wrong without a base": ("_plus", lambda base, a, b: plus(base, a, b) * (1 if base is not None else 1.01)),
-        "not a number": ("_wide", lambda a, b: wide(a, b).index_fill(0, torch.tensor([3], device=DEVICE), torch.nan)),
-        "one row wrong": ("_wide", lambda a, b: wide(a, b).index_fill(0, torch.tensor([3], device=DEVICE), 0.0)),
-    }
-    return cases[name]
-
-
-WRONG = (
-    "sums in 16 bits",
-    "no low half",
-    "a row is missing",
-    "base left out",
-    "wrong without a base",
-    "not a number",
-    "one row wrong",
-)
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_the_gap_of_a_device_that_is_wrong(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(low_rank, *broken(what))
-    assert low_rank.split_gap(torch.device(DEVICE), 16, 384, 256) > low_rank.TOLERANCE
-
-
-def adapted_model(
-    build_tiny: Callable[[str], Path], dtype: torch.dtype = BF16, **settings: Any
-) -> tuple[set[bool], list[str]]:
-    """Whether the adapters of a model split their products, and the notices."""
-    notice_once.cache_clear()
-    backbone = Backbone.load(build_tiny("qwen2.5-vl"), dtype=dtype, device=DEVICE)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        Adapters(backbone, LoraSettings(**{"rank": RANK, "split_products": True} | settings))
-    layers = [module for module in backbone.model.modules() if isinstance(module, ThinLinear)]
-    return {each.split_products for each in layers}, [str(each.message) for each in caught]
-
-
-def test_the_setting(build_tiny: Callable[[str], Path]) -> None:
-    assert adapted_model(build_tiny) == ({True}, [])
-    assert not ThinLinear.split_products and not LoraSettings().split_products
-
-
-def test_no_effect_in_other_formats(build_tiny: Callable[[str], Path]) -> None:
-    split, notices = adapted_model(build_tiny, WIDE)
-    assert split == {False} and notices == ["lora.split_products: no effect on a model in float32"]
-
-
-def test_no_effect_with_dropout_or_without_adapters(build_tiny: Callable[[str], Path]) -> None:
-    notice = "lora.split_products: no effect with"
-    assert adapted_model(build_tiny, dropout=0.1) == ({False}, [f"{notice} dropout (lora.dropout is 0.1)"])
-    assert adapted_model(build_tiny, rank=0) == (set(), [f"{notice}out adapters (lora.rank is 0)"])
-
-
-def test_a_notice_where_an_engine_gathers_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    adapted = layer()
-    adapted.split_products = True
-    adapted.lora_A["default"].register_forward_pre_hook(lambda module, args: None)
-    notice_once.cache_clear()
-    with pytest.warns(UserWarning, match="no effect where an engine gathers"):
-        adapted(given())
-
-
-def test_a_shape_that_is_wrong(build_tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only layers of that shape are left out."""
-    right = low_rank.split_gap
-
-    def gap(device: torch.device, rank: int, inputs: int, outputs: int) -> float:
-        return right(device, rank, inputs, outputs) if inputs == outputs else 1.0
-
-    monkeypatch.setattr(low_rank, "split_gap", gap)
-    split, notices = adapted_model(build_tiny)
-    assert split == {True, False} and len(notices) >= 2
-
-
-def test_a_device_that_computes_something_else(build_tiny: Callable[[str], Path], monkeypatch: Any) -> None:
-    monkeypatch.setattr(low_rank, *broken("no low half"))
-    split, notices = adapted_model(build_tiny)
-    assert split == {False} and notices and all("not split (relative error" in text for text in notices)
-
-
-def test_a_device_that_cannot(build_tiny: Callable[[str], Path], monkeypatch: Any) -> None:
-    def refuse(*_: Any) -> Tensor:
-        raise RuntimeError("out_dtype is not supported\nhere")
-
-    monkeypatch.setattr(low_rank, "_product", refuse)
-    split, notices = adapted_model(build_tiny)
-    assert split == {False} and all(text.endswith("not split (out_dtype is not supported here)") for text in notices)
-
-    def full(*_: Any) -> Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(low_rank, "_product", full)
-    with pytest.raises(torch.OutOfMemoryError):
-        adapted_model(build_tiny)

@@ -178,14 +178,14 @@ def test_times_are_lower_bounds_of_what_was_measured(capsys: pytest.CaptureFixtu
     }
     whole = ("8", "checkpointed-prefill", "--evidence")
     fast[whole] = "try: checkpointed-prefill, 8 prompts in microbatches of 8, rank 0 [fast]"
-    measured = {(*how, "--fast"): timings[name]["seconds"] for how, name in fast.items()}
+    measured = {how: timings[name]["seconds"] for how, name in fast.items()}
     stock = ("8", "checkpointed-prefill")  # docs/speed.md, "Stage 2 at the 7B shape"
-    measured |= {(*stock, "--no-evidence", "--no-fast"): 3.06, (*stock, "--evidence", "--no-fast"): 3.97}
+    measured |= {(*stock, "--no-evidence", "--plain"): 3.06, (*stock, "--evidence", "--plain"): 3.97}
     for (size, memory, *flags), seconds in measured.items():
         how = ["--answer-tokens", "64", "--microbatch", size, "--memory", memory, *flags]
         (found,) = asked(capsys, *H200, *how)
         assert 0.7 * seconds < found["seconds"]["passes"] < 1.01 * seconds, how
-    alone = [*H200[:-1], "1", "--answer-tokens", "64", "--memory", "cached", "--fast"]
+    alone = [*H200[:-1], "1", "--answer-tokens", "64", "--memory", "cached"]
     row = [*H200[:-2], "--stage", "sft", "--row-tokens", "4000"]
     shorter = [
         (
@@ -193,8 +193,8 @@ def test_times_are_lower_bounds_of_what_was_measured(capsys: pytest.CaptureFixtu
             timings["train part, LVR-RL, 1 prompts, cached, microbatches of 1 [fast]"]["seconds"],
         ),
         (alone, timings["train part, ReaLVR, 1 prompts, cached, microbatches of 1 [fast]"]["seconds"]),
-        ([*row, "--fast"], timings["Stage 1, one row of 4010 tokens [fast] (older)"]["seconds"]),
-        (row, 0.77),  # docs/speed.md
+        (row, timings["Stage 1, one row of 4010 tokens [fast] (older)"]["seconds"]),
+        ([*row, "--plain"], 0.77),  # docs/speed.md
     ]
     for how, seconds in shorter:
         (found,) = asked(capsys, *how)
@@ -219,7 +219,7 @@ def test_adapters_keep_copies_where_an_engine_gathers_them(capsys: pytest.Captur
     """Under ZeRO-3, whose hooks surround them, and nowhere else."""
     for engine, rank, narrow in (("ddp", 16, True), ("fsdp2", 16, True), ("zero3", 16, False), ("ddp", 0, False)):
         settings = PlanSettings(backbone="Qwen2.5-VL-7B", gpus=8, engine=engine, lora=rank)
-        assert _shapes_of(settings, "Qwen2.5-VL-7B")[0].narrow_adapters is narrow
+        assert _shapes_of(settings, "Qwen2.5-VL-7B", known_gpus()["H200"])[0].narrow_adapters is narrow
     sizes = {}
     for engine in ("fsdp2", "zero3"):
         (found,) = asked(
@@ -229,13 +229,41 @@ def test_adapters_keep_copies_where_an_engine_gathers_them(capsys: pytest.Captur
     assert sizes["zero3"] > 1.2 * sizes["fsdp2"]
 
 
-def test_fast_counts_recorded_spans_where_they_are_recorded(capsys: pytest.CaptureFixture[str]) -> None:
-    (plain,), (fast,) = (asked(capsys, *H200, *flags) for flags in ([], ["--fast"]))
+def test_fast_paths_are_planned_where_a_run_has_them(capsys: pytest.CaptureFixture[str]) -> None:
+    (plain,), (fast,) = (asked(capsys, *H200, *flags) for flags in (["--plain"], []))
     assert "recorded span" not in plain["parts_gib"] and fast["parts_gib"]["recorded span"] > 0.2
-    (sharded,) = asked(capsys, *H200[:-4], "--engine", "fsdp2", "--fast")
-    assert "recorded span" not in sharded["parts_gib"] and sharded["workload"]["split"]
-    main(["plan", *H200, "--fast"])
-    assert "fast paths" in capsys.readouterr().out
+    assert plain["fast_paths"] == [] and not plain["workload"]["split"] and fast["workload"]["split"]
+    assert fast["fast_paths"] == ["fused_layers", "split_attention", "recorded_span"]
+    assert plain["seconds"]["passes"] > 1.1 * fast["seconds"]["passes"]
+    sharded, mixture, amd, again, text, first = (
+        asked(capsys, *H200, *changed)[0]
+        for changed in (
+            ["--engine", "fsdp2"],
+            ["--backbone", "Qwen3-VL-30B"],
+            ["--gpu", "MI250X"],
+            ["--memory", "checkpointed"],
+            ["--no-evidence"],
+            ["--stage", "sft"],
+        )
+    )
+    for found in (sharded, mixture, amd):
+        assert found["fast_paths"] == [] and not found["workload"]["split"] and not found["workload"]["recorded"]
+    assert again["fast_paths"] == text["fast_paths"] == ["fused_layers", "split_attention"]
+    assert first["fast_paths"] == ["fused_layers"] and not first["workload"]["recorded"]
+    shown = []
+    for flags in ([], ["--plain"]):
+        main(["plan", *H200, *flags])
+        shown.append("fast paths: fused layers, split attention, recorded span\n" in capsys.readouterr().out)
+    assert shown == [True, False]
+
+
+def test_a_recorded_span_that_does_not_fit_may_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    asking = ["--backbone", "Qwen2.5", "--gpus", "1", "--engine", "ddp", "--lora", "--microbatch", "1"]
+    (fast,), (plain,) = (asked(capsys, *asking, "--gpu", "H200", *flags) for flags in ([], ["--plain"]))
+    assert plain["peak_gib"] < fast["peak_gib"]
+    between = (plain["peak_gib"] + fast["peak_gib"]) / 2 / 0.92
+    (found,) = asked(capsys, *asking, "--gpu-memory", f"{between:.3f}")
+    assert not found["fits"] and "--plain" in found["would_fit"]
 
 
 def test_a_share_of_the_layers_is_planned(capsys: pytest.CaptureFixture[str]) -> None:

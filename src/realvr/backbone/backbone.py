@@ -101,6 +101,9 @@ class Backbone:
         """True when the checkpoint had no marker tokens, so that their embeddings are untrained."""
         self.spell_out = False
         """Whether it was taught to answer multiple choice in words before the letter; kept in its ``config.json``."""
+        self.whole = True
+        """Whether all of its weights are in this process, on one device. False where an engine, or several GPUs, hold
+        a part each."""
         self.side_files: dict[str, str] = {}
         """Further files of the checkpoint, by name, that are handed on unread when it is saved."""
         self.core = self.model.model

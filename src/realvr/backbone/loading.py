@@ -15,6 +15,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
+from realvr.backbone.automatic import Switch, Where
 from realvr.backbone.backbone import Backbone, Markers
 from realvr.backbone.checks import (
     check_numbers,
@@ -62,7 +63,7 @@ def load(
     place: Place | None = None,
     sharded: bool = False,
     fast_vision: bool = True,
-    fused_layers: bool = False,
+    fused_layers: Switch = False,
 ) -> Backbone:
     """Load a local directory, hub id or packaged name (`realvr.models`) that ``AutoModelForImageTextToText`` can load.
 
@@ -78,7 +79,7 @@ def load(
     With ``place`` the weights are not read here: it gets the model on the meta device and an iterator of its weights,
     and puts them where they belong. At no time are all of them in this process. ``sharded`` does so over all GPUs of
     the machine (see `realvr.backbone.sharding`); ``device`` then has no meaning. ``fast_vision`` and
-    ``fused_layers`` are those of `Backbone`.
+    ``fused_layers`` are those of `Backbone`; ``auto`` is explained in `realvr.backbone.automatic`.
     """
     if latents is not None and latents < 0:
         raise UserError(f"latents is {latents}: the number of latent slots cannot be negative")
@@ -105,7 +106,8 @@ def load(
     backbone.spell_out = bool(known.get("spell_out", False))
     backbone.side_files = _side_files(source)
     backbone.fast_vision = fast_vision
-    backbone.fused_layers = fused_layers
+    backbone.whole = place is None
+    backbone.fused_layers = Where.of(backbone).settle("fused_layers", fused_layers)
     if backbone.mrope and backbone.windowed:
         raise UserError(f"{source}: sliding-window layers together with multimodal rotary positions are not supported")
     backbone.freeze_vision()

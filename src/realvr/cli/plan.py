@@ -43,7 +43,7 @@ def plan(settings: PlanCommand) -> int:
     Examples:
       realvr plan --backbone Qwen2.5 --gpus 8 --gpu A100-80
       realvr plan --backbone Qwen3-VL-8B --gpus 1 --gpu H200 --lora --engine ddp
-      realvr plan --backbone Qwen2.5 --gpus 1 --gpu H200 --engine ddp --batch 8 --microbatch 4 --fast
+      realvr plan --backbone Qwen2.5 --gpus 1 --gpu H200 --engine ddp --batch 8 --microbatch 4 --plain
       realvr plan --backbone Qwen3-VL-235B --gpus 1600 --gpu MI250X --engine zero3 --stage sft
       realvr plan --backbone all --gpus 8 --gpu-memory 80 --json
     """

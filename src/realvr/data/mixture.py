@@ -139,6 +139,13 @@ class Mixture(Generic[T]):
         for place in self.places():
             yield self.at(place)
 
+    def upcoming(self, count: int) -> list[T]:
+        """The next items, at most so many, without moving on."""
+        stride = self.world * self.workers
+        last = math.inf if self.epochs is None else self.epochs * self.epoch_size
+        positions = range(self.position, self.position + count * stride, stride)
+        return [self.at(self.locate(position)) for position in positions if position < last]
+
     def _identity(self) -> dict[str, Any]:
         sizes = [len(source) for source in self.sources]
         return {"seed": self.seed, "names": self.names, "sizes": sizes, "draws": self.draws}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from realvr.backbone.automatic import announcement
 from realvr.errors import UserError
 from realvr.evaluation.aggregation import aggregate
 from realvr.evaluation.processes import Ranks
@@ -182,7 +183,10 @@ def _one(
 
 
 def _about_model(settings: EvaluateSettings, model: str, responder: Responder, planned: Budgets) -> Iterator[str]:
-    """What is asked otherwise than the checkpoint suggests."""
+    """What is asked otherwise than the checkpoint suggests, and which fast paths were chosen."""
+    backbone = getattr(responder, "backbone", None)
+    if settings.fused_layers == "auto" and backbone is not None and backbone.fused_layers:
+        yield announcement(["fused_layers"])
     if ignored := responder.describe().get("ignored_generation_defaults"):
         listed = ", ".join(f"{name} = {value}" for name, value in ignored.items())
         yield f"{model} has generation defaults that are not used here ({listed}); stock generate uses them"

@@ -102,11 +102,14 @@ def versions(responder: Responder) -> dict[str, str]:
     from realvr import __version__
 
     packages = ("torch", "transformers", "tokenizers", "numpy", "pillow")
-    devices = getattr(getattr(responder, "backbone", None), "devices", [torch.device("cpu")])
+    backbone = getattr(responder, "backbone", None)
+    devices = getattr(backbone, "devices", [torch.device("cpu")])
+    fused = backbone is not None and getattr(backbone, "fused_layers", False)
     names = [torch.cuda.get_device_name(one) if one.type == "cuda" else one.type for one in devices]
     return {
         "python": platform.python_version(),
         "realvr": __version__,
         **{name: metadata.version(name) for name in packages},
         "device": names[0] if len(names) == 1 else f"{len(names)} x {names[0]}",
+        **({"layers": "fused"} if fused else {}),
     }

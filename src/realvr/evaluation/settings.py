@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from realvr.backbone.automatic import Switch, spelled_out
 from realvr.errors import UserError
 from realvr.latent.modes import FastMode
 from realvr.runs.launching import check_sharded
@@ -52,6 +53,7 @@ class EvaluateSettings:
         fast_vision: Run the vision tower in fewer kernels and over padded weights, on a GPU in 16 bits; the same up to
             rounding.
         fused_layers: Run norms, rotary embeddings and MLP gates in fewer kernels; the same numbers up to rounding.
+            auto: on an NVIDIA GPU that holds the whole model, unless it is a mixture of experts.
         exchange_seed: Fixes whose latents each question gets from another one, and the noise.
         take_over: Take OUT from a run on another machine that is gone for certain.
     """
@@ -82,7 +84,7 @@ class EvaluateSettings:
     dtype: str | None = None
     fast_decode: FastMode = "auto"
     fast_vision: bool = True
-    fused_layers: bool = False
+    fused_layers: Switch = "auto"
     exchange_seed: int = 0
     take_over: bool = False
 
@@ -109,6 +111,8 @@ class EvaluateSettings:
                 "--seeds needs --temperature: greedy decoding has no seeds. For mean ± std over training seeds, name "
                 "the checkpoints of several training runs"
             )
+        if self.fused_layers not in (True, False, "auto"):
+            raise UserError(f"fused_layers is {self.fused_layers!r}: write True, False or 'auto'")
         check_sharded(self.sharded, self.processes, self.device)
         self.budgets()
         self.subtasks()
@@ -210,7 +214,8 @@ def model_names(models: Sequence[str]) -> list[str]:
 
 
 def written_out(args: Sequence[str]) -> list[str]:
-    """Arguments of ``realvr eval`` with the short flags of benchmarks (`Benchmark.flags`) written out."""
+    """Arguments of ``realvr eval`` with the short flags of benchmarks (`Benchmark.flags`), and flags without their
+    value, written out."""
     from realvr.evaluation.benchmark import BENCHMARKS
 
     flags = {flag: long for bench in BENCHMARKS for flag, long in bench.flags.items()}
@@ -224,4 +229,4 @@ def written_out(args: Sequence[str]) -> list[str]:
             made += [long] if long else []
         else:
             made.append(long.format(value if equals else next(rest, "")))
-    return made
+    return spelled_out(made, free=True)

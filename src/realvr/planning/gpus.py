@@ -26,6 +26,7 @@ class Gpu:
     link: float = 0.0
     network: float = 0.0
     per_node: int = 8
+    nvidia: bool = True
     source: str = ""
 
 
@@ -38,7 +39,7 @@ def known_gpus() -> dict[str, Gpu]:
 
 def _gpu(name: str, raw: dict[str, Any]) -> Gpu:
     rates = {key: float(raw[key]) for key in ("memory", "flops", "bandwidth", "link", "network")}
-    return Gpu(name, **rates, per_node=int(raw["per_node"]), source=str(raw["source"]))
+    return Gpu(name, **rates, per_node=int(raw["per_node"]), nvidia=raw.get("nvidia", True), source=str(raw["source"]))
 
 
 def find_gpu(name: str | None, memory: float | None) -> Gpu:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
+from realvr.backbone.automatic import TITLES, Where
 from realvr.families import Stock
 from realvr.latent.modes import is_static
 from realvr.planning.gpus import Gpu, find_gpu, one_of
@@ -36,6 +37,8 @@ class Plan:
     setup: Setup
     work: Workload
     weights: list[Weight]
+    fast: tuple[str, ...]
+    """Settings that ``auto`` switches on and the plan counts."""
     found: Estimate
     smallest: int | None
     """Fewest GPUs on which it fits, all else equal."""
@@ -78,6 +81,7 @@ class Plan:
             "parameters": self.parameters,
             "trained_parameters": self.trained,
             "workload": asdict(self.work),
+            "fast_paths": list(self.fast),
             "fits": self.fits,
             "peak_gib": self.found.peak / GIB,
             "room_gib": self.room / GIB,
@@ -122,19 +126,32 @@ def _shapes(name: str, lora: int, markers: bool, fused: bool, narrow: bool) -> t
     return decoder, weights_of(model, train_decoder=True)
 
 
-def _shapes_of(settings: PlanSettings, name: str) -> tuple[Decoder, list[Weight]]:
+def _shapes_of(settings: PlanSettings, name: str, gpu: Gpu) -> tuple[Decoder, list[Weight]]:
     narrow = setup_of(settings).engine != "zero3"  # which gathers adapters in hooks of their layers
-    return _shapes(name, settings.lora, settings.stage == "sft", settings.fast, narrow)
+    fused = "fused_layers" in fast_paths(settings, name, gpu)
+    return _shapes(name, settings.lora, settings.stage == "sft", fused, narrow)
 
 
-def workload(settings: PlanSettings, family: str) -> Workload:
+def fast_paths(settings: PlanSettings, name: str, gpu: Gpu) -> tuple[str, ...]:
+    """Settings that ``auto`` switches on in such a run, of those that a plan counts."""
+    if settings.plain:
+        return ()
+    dense = not _shapes(name, 0, False, False, False)[0].experts
+    where = Where(cuda=gpu.nvidia, flash=True, dense=dense, whole=not setup_of(settings).sharded)
+    rl = settings.stage == "rl"
+    counted = {"fused_layers": True, "split_attention": rl}
+    counted["recorded_span"] = rl and settings.evidence and settings.memory != "checkpointed"
+    return tuple(path for path in TITLES if counted.get(path) and where.takes(path))
+
+
+def workload(settings: PlanSettings, name: str, gpu: Gpu) -> Workload:
     """One microbatch of the training."""
+    family, fast = PRESETS[name].family, fast_paths(settings, name, gpu)
     visual = settings.visual_tokens or VISUAL.get(family, PAPER_VISUAL)
     rl = settings.stage == "rl"
     microbatches = (settings.batch or settings.gpus * settings.microbatch) // (settings.gpus * settings.microbatch)
     answer = settings.answer_tokens or 192
-    sharded = setup_of(settings).sharded
-    static = is_static("auto", "cuda", sharded=sharded)
+    static = is_static("auto", "cuda", sharded=setup_of(settings).sharded)
     return Workload(
         stage=settings.stage,
         rows=settings.microbatch,
@@ -151,8 +168,8 @@ def workload(settings: PlanSettings, family: str) -> Workload:
         padded=settings.microbatch > 1,
         together=settings.rollout_batch,
         static=answer if rl and static else 0,
-        recorded=settings.fast and rl and not sharded,
-        split=settings.fast and rl,
+        recorded="recorded_span" in fast,
+        split="split_attention" in fast,
     )
 
 
@@ -162,9 +179,9 @@ def setup_of(settings: PlanSettings) -> Setup:
 
 
 def _estimate(settings: PlanSettings, name: str, gpu: Gpu) -> Estimate:
-    decoder, weights = _shapes_of(settings, name)
+    decoder, weights = _shapes_of(settings, name, gpu)
     room = room_of(gpu, settings)
-    return estimate(decoder, weights, workload(settings, PRESETS[name].family), setup_of(settings), room)
+    return estimate(decoder, weights, workload(settings, name, gpu), setup_of(settings), room)
 
 
 def plan(settings: PlanSettings) -> list[Plan]:
@@ -176,19 +193,19 @@ def plan(settings: PlanSettings) -> list[Plan]:
 
 
 def _plan(settings: PlanSettings, name: str, gpu: Gpu) -> Plan:
-    decoder, weights = _shapes_of(settings, name)
-    work, setup = workload(settings, PRESETS[name].family), setup_of(settings)
+    decoder, weights = _shapes_of(settings, name, gpu)
+    work, setup, fast = workload(settings, name, gpu), setup_of(settings), fast_paths(settings, name, gpu)
     found = _estimate(settings, name, gpu)
     work = replace(work, together=found.together)
     sent = communication(weights, work, setup, found.gathers)
     times: dict[str, float] = {}
     if gpu.flops:
-        times = seconds(decoder, weights, work, setup, gpu, fused=settings.fast)
+        times = seconds(decoder, weights, work, setup, gpu, fused="fused_layers" in fast)
         times["communication"] = sum(sent.values()) / link_of(gpu, setup.world)
     smallest = smallest_number(settings, name, gpu)
     fits = found.peak <= room_of(gpu, settings)
     would = [] if fits else list(alternatives(settings, name, gpu, smallest))
-    return Plan(settings, name, gpu, setup, work, weights, found, smallest, times, sent, would)
+    return Plan(settings, name, gpu, setup, work, weights, fast, found, smallest, times, sent, would)
 
 
 def numbers(per_node: int) -> Iterator[int]:
@@ -200,7 +217,7 @@ def numbers(per_node: int) -> Iterator[int]:
 def smallest_number(settings: PlanSettings, name: str, gpu: Gpu) -> int | None:
     """Fewest GPUs on which it fits with one microbatch each; None where no number does."""
     room = room_of(gpu, settings)
-    several = workload(settings, PRESETS[name].family).microbatches
+    several = workload(settings, name, gpu).microbatches
     for count in numbers(gpu.per_node):
         tried = replace(settings, gpus=count, batch=count * settings.microbatch * several)
         if _estimate(tried, name, gpu).peak <= room:
@@ -216,8 +233,8 @@ def alternatives(settings: PlanSettings, name: str, gpu: Gpu, smallest: int | No
         changes["--microbatch 1"] = {"microbatch": 1}
     if settings.recompute < 1:
         changes["--recompute 1"] = {"recompute": 1.0}
-    if not settings.fast:
-        changes["--fast"] = {"fast": True}
+    if fast_paths(settings, name, gpu):
+        changes["--plain"] = {"plain": True}
     own = setup_of(settings).engine
     others = [engine for engine in ENGINES.names() if engine != own]
     changes |= {f"--engine {other}": {"engine": other} for other in others}

@@ -32,8 +32,8 @@ class PlanSettings:
         evidence: Stage 2: with the evidence loss (ReaLVR), or without (LVR-RL).
         memory: What is recomputed in the backward pass; Stage 1 knows ``cached`` and the rest.
         recompute: Stage 2: share of the layers of prompts and completions that are recomputed.
-        fast: With ``model.fused_layers`` and, in Stage 2, ``split_attention`` and ``recorded_span``: settings of a run
-            that are off by default. Steps are recorded on engines that leave a model whole only.
+        plain: Without ``model.fused_layers`` and, in Stage 2, ``split_attention`` and ``recorded_span``, which a run
+            has where ``auto`` switches them on: dense models on NVIDIA GPUs, with an engine that leaves them whole.
         master_weights: 32-bit copies of the weights in the optimizer.
         reserve: Share of the memory that is left free: CUDA context, communication buffers, fragmentation.
     """
@@ -57,7 +57,7 @@ class PlanSettings:
     evidence: bool = True
     memory: Literal["cached", "checkpointed-prefill", "checkpointed"] = "checkpointed-prefill"
     recompute: float = 1.0
-    fast: bool = False
+    plain: bool = False
     master_weights: bool = True
     reserve: float = 0.08
 

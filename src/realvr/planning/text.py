@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from realvr.backbone.automatic import announcement
 from realvr.planning.plan import Plan
 from realvr.training.estimate.peak import GIB, SECOND, UNSHARDED
 
@@ -11,11 +12,12 @@ from realvr.training.estimate.peak import GIB, SECOND, UNSHARDED
 def details(plan: Plan) -> str:
     """One backbone: every number."""
     s, work = plan.settings, plan.work
-    what = (f"LoRA rank {s.lora}" if s.lora else "all weights of the decoder") + ", fast paths" * s.fast
+    what = f"LoRA rank {s.lora}" if s.lora else "all weights of the decoder"
     lines = [
         f"{plan.backbone}, {'Stage 2' if s.stage == 'rl' else 'Stage 1'}, {what}, engine {plan.setup.engine}, "
         f"{plan.setup.world:,} x {plan.gpu.name}",
         f"{plan.parameters / 1e9:.2f} B parameters, {plan.trained / 1e9:.2f} B trained; {_work(plan)}",
+        *([announcement(plan.fast)] if plan.fast else []),
         "",
         f"memory of one GPU at its fullest moment ({plan.found.moment}), estimate:",
         *_rows(plan.found.parts),
@@ -72,7 +74,7 @@ def table(plans: Sequence[Plan]) -> str:
     """All backbones, one line each."""
     first = plans[0]
     what = f"LoRA rank {first.settings.lora}" if first.settings.lora else "all weights of the decoder"
-    what += ", fast paths" * first.settings.fast
+    what += ", without fast paths" * first.settings.plain
     stage = "Stage 2" if first.settings.stage == "rl" else "Stage 1"
     head = (
         f"{stage}, {what}, engine {first.setup.engine}, {first.setup.world:,} x {first.gpu.name}, room "

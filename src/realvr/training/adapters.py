@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.notices import notice_once
-from realvr.errors import UserError, out_of_memory, require
+from realvr.errors import UserError, require
 from realvr.families import Stock
 from realvr.training.marker_rows import fold_marker_rows, train_marker_rows
 from realvr.training.sections import LoraSettings
@@ -28,8 +28,6 @@ class Adapters:
         self.peft: Any = None
         backbone.freeze_vision()
         if not self.rank:
-            if settings.split_products:
-                notice_once("lora.split_products: no effect without adapters (lora.rank is 0)")
             return
         require(["peft"], "train", "lora.rank")
         from peft import LoraConfig, get_peft_model
@@ -48,36 +46,23 @@ class Adapters:
         config = LoraConfig(r=self.rank, lora_alpha=alpha, lora_dropout=settings.dropout, target_modules=names)
         # peft replaces the layers in place: the backbone keeps its model object and its call paths.
         self.peft = get_peft_model(backbone.model, thin(config))
-        if settings.split_products:
-            self._split_products(backbone, settings)
+        if settings.kernels and backbone.device.type == "cuda" and backbone.dtype == torch.bfloat16:
+            self.use_kernels(backbone.device)
         if markers:
             train_marker_rows(backbone)
 
-    def _split_products(self, backbone: Backbone, settings: LoraSettings) -> None:
-        """Of all layers whose split products are right on this device; a notice names the others."""
-        from realvr.training import low_rank
+    def use_kernels(self, device: torch.device) -> None:
+        """Of all layers of whose shape kernels of our own are right on this device; a notice names the others."""
+        from realvr.training import adapter_kernels
         from realvr.training.thin_lora import ThinLinear
 
-        if backbone.dtype != torch.bfloat16:
-            notice_once(f"lora.split_products: no effect on a model in {str(backbone.dtype).removeprefix('torch.')}")
-            return
-        if settings.dropout:
-            notice_once(f"lora.split_products: no effect with dropout (lora.dropout is {settings.dropout})")
-            return
         layers = [module for module in self.peft.modules() if isinstance(module, ThinLinear)]
-        for inputs, outputs in sorted({layer.widths for layer in layers}):
-            try:
-                gap = low_rank.split_gap(backbone.device, self.rank, inputs, outputs)
-                why = "" if gap <= low_rank.TOLERANCE else f"relative error {gap:.1e}"
-            except RuntimeError as error:  # what this device or torch cannot compute
-                if out_of_memory(error):
-                    raise
-                why = " ".join(str(error).split())[:300]
-            if why:
-                notice_once(f"adapters of layers with {inputs} inputs and {outputs} outputs: not split ({why})")
-                continue
-            for layer in layers:
-                layer.split_products = layer.split_products or layer.widths == (inputs, outputs)
+        why = {widths: adapter_kernels.wrong(device, self.rank, *widths) for widths in {each.widths for each in layers}}
+        for layer in layers:
+            layer.kernels = None if why[layer.widths] else device
+        for reason in sorted({text for text in why.values() if text}):
+            shapes = ", ".join(f"{i} x {o}" for i, o in sorted(widths for widths in why if why[widths] == reason))
+            notice_once(f"adapters of layers of {shapes}: operations of torch instead of our kernels ({reason})")
 
     @contextmanager
     def reference(self) -> Iterator[None]:

@@ -37,7 +37,7 @@ MAY_CHANGE = (
     "optim.steps",
     "optim.microbatch",
     "optim.gradients",
-    "lora.split_products",
+    "lora.kernels",
     "model.fast_vision",
     "model.fused_layers",
     "data.max_dropped",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from realvr.backbone.automatic import spelled_out
 from realvr.errors import UserError
 from realvr.registry import place_of
 from realvr.runs.files import write_atomically
@@ -64,7 +65,8 @@ _OPTIONAL_SWITCHES = ("model.tiles", "log.tensorboard")
 
 
 def _switches(flags: Sequence[str]) -> list[str]:
-    """``--model.tiles`` and ``--model.no-tiles`` without a value, which tyro wants for a setting that may be None."""
+    """``--model.tiles`` and ``--model.no-tiles`` without a value, which tyro wants for a setting that may be None
+    or ``auto``."""
     yes = {f"--{name}" for name in _OPTIONAL_SWITCHES}
     no = {f"--{name.replace('.', '.no-')}": f"--{name}" for name in _OPTIONAL_SWITCHES}
     found: list[str] = []
@@ -75,7 +77,7 @@ def _switches(flags: Sequence[str]) -> list[str]:
         found.append(flag)
         if flag in yes and (index + 1 == len(flags) or flags[index + 1].startswith("--")):
             found.append("True")
-    return found
+    return spelled_out(found)
 
 
 def show_help(kind: str, flags: Sequence[str] = ()) -> None:

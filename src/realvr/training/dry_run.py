@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 from realvr.training import configuration, memory
 from realvr.training.engine import Engine
 from realvr.training.loop import refuse_odd_collection
@@ -12,6 +14,11 @@ from realvr.training.validation import validation_of
 
 def dry_run(task: Task, settings: TrainSettings, engine: Engine) -> int:
     """Build the first batch, print its shapes and what memory the run needs; train nothing, write nothing."""
+    with closing(task):
+        return _described(task, settings, engine)
+
+
+def _described(task: Task, settings: TrainSettings, engine: Engine) -> int:
     engine.prepare(task.module, settings.optim)
     engine.seed(settings.run.seed)
     held = engine.estimate(engine.module, settings.optim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -96,12 +97,23 @@ class Encoder:
             found.layout(self.backbone)
         return found
 
-    def prompt(self, sample: Sample) -> Prompt | None:
-        """The prompt, its images scaled down where it would be too long; None (counted) where that does not help."""
-        found = self._prompts.get(id(sample)) or self._prompt(sample)
+    def holds(self, sample: Sample) -> bool:
+        """Whether the prompt is in memory."""
+        return id(sample) in self._prompts
+
+    def prompt(self, sample: Sample, ready: Prompt | None = None) -> Prompt | None:
+        """The prompt, its images scaled down where it would be too long; None (counted) where that does not help.
+        ``ready`` is what `prompt_aside` has made of the sample, where it was asked."""
+        found = self._prompts.get(id(sample)) or ready or self._prompt(sample)
         if self.keep and found is not None:
             self._prompts[id(sample)] = found
         return found
+
+    def prompt_aside(self, sample: Sample) -> Prompt | None:
+        """As `prompt`, in a thread beside it: nothing is kept, and what cannot be used is counted when it is drawn."""
+        aside = copy.copy(self)
+        aside.draws = Draws()
+        return aside._prompt(sample)
 
     def _prompt(self, sample: Sample) -> Prompt | None:
         return self._fitting(sample, EvidenceConfig(), lambda targets: 0)[0]

@@ -11,6 +11,7 @@ microbatches together (see ``task.py``).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 from typing_extensions import override
 
+from realvr.backbone.automatic import announcement
 from realvr.backbone.backbone import Backbone
 from realvr.errors import UserError
 from realvr.maths import objective
@@ -33,7 +35,7 @@ from realvr.training.examples import share_of_batch
 from realvr.training.lanes import same_on_all
 from realvr.training.metrics import odd_metric, on_device
 from realvr.training.records import About, Metric, about
-from realvr.training.sections import MethodConfig
+from realvr.training.sections import MethodConfig, settled, switched_on
 from realvr.training.settings import StageSettings
 from realvr.training.sources import TrainingData, training_data
 from realvr.training.task import Collected, Metrics, Ranks
@@ -92,7 +94,8 @@ class Method(Generic[S, C, B]):
 
     def __init__(self, backbone: Backbone, config: C) -> None:
         """Enough for `terms`. What `collect` needs comes with `begin`."""
-        self.backbone, self.config = backbone, config
+        self.backbone = backbone
+        self.config = settled(config, backbone)
 
     def begin(self, run: Run[S]) -> None:
         """Open the data and prepare the model for training; called once, before the first step."""
@@ -264,6 +267,18 @@ def build(settings: StageSettings, ranks: Ranks) -> Method[Any, Any, Any]:
     data = training_data(settings, ranks)
     method.check_data(settings, data, ranks)
     refuse_before_loading(ranks, settings)
-    made = method(load_backbone(settings, ranks), settings.method)
+    asked, own = settings.model, settings.method
+    backbone = load_backbone(settings, ranks)
+    settings.method = settled(own, backbone, ("recorded_span",) if _drops(settings) else ())
+    chosen = [*switched_on(asked, settings.model), *switched_on(own, settings.method)]
+    if chosen and ranks.rank == 0:
+        print(announcement(chosen), file=sys.stderr, flush=True)
+    made = method(backbone, settings.method)
     made.begin(Run(settings, ranks, data))
     return made
+
+
+def _drops(settings: StageSettings) -> bool:
+    """Whether adapters have dropout, which no CUDA graph takes."""
+    lora = getattr(settings, "lora", None)
+    return lora is not None and lora.rank > 0 and lora.dropout > 0

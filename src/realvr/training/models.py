@@ -9,13 +9,14 @@ import torch
 
 from realvr.backbone.backbone import Backbone
 from realvr.training.adapters import Adapters
+from realvr.training.sections import settled
 from realvr.training.settings import TrainSettings
 from realvr.training.task import Ranks
 
 
 def load_backbone(settings: TrainSettings, ranks: Ranks, announce: bool = True) -> Backbone:
-    """The model of the settings on this rank's device. What the settings left to the checkpoint is filled in, so that
-    the records of the run say what it was trained with."""
+    """The model of the settings on this rank's device. What the settings left to the checkpoint, or to the device, is
+    filled in, so that the records of the run say what it was trained with."""
     model = settings.model
     if model.tf32:
         torch.set_float32_matmul_precision("high")
@@ -34,7 +35,7 @@ def load_backbone(settings: TrainSettings, ranks: Ranks, announce: bool = True) 
         place=ranks.place if ranks.shards else None,
     )
     found = backbone.processor.limits.note() | {"latents": backbone.latents}
-    settings.model = model.model_copy(update=found)
+    settings.model = settled(model.model_copy(update=found), backbone)
     return backbone
 
 

@@ -12,6 +12,7 @@ from realvr.data.sample import Sample
 from realvr.imaging.types import ImageInput
 from realvr.training.dropping import EMPTY_ANSWER, ENOUGH, of_all_ranks, over, too_many
 from realvr.training.examples import Encoder, all_of
+from realvr.training.next_prompts import NextPrompts
 from realvr.training.settings import TrainSettings
 from realvr.training.task import Ranks
 
@@ -35,19 +36,40 @@ class PromptBatch:
 
 
 class PromptStream:
-    """Global batches of ``optim.batch`` prompts; each rank takes its share, cut into microbatches."""
+    """Global batches of ``optim.batch`` prompts; each rank takes its share, cut into microbatches.
 
-    def __init__(self, samples: Mixture[Sample], encoder: Encoder, settings: TrainSettings, ranks: Ranks) -> None:
+    With ``threads`` that many encode the share of the next batch while this one is in use. What is drawn, and counted,
+    does not depend on them. `close` ends them.
+    """
+
+    def __init__(
+        self, samples: Mixture[Sample], encoder: Encoder, settings: TrainSettings, ranks: Ranks, threads: int = 0
+    ) -> None:
         self.samples, self.encoder, self.settings, self.ranks = samples, encoder, settings, ranks
+        self._next = NextPrompts(encoder, threads) if threads else None
 
     def take(self) -> list[PromptBatch]:
         """This rank's microbatches of the next global batch."""
         pairs, size = self._share(), self.settings.optim.microbatch
+        if self._next is not None:
+            block = self.samples.upcoming(self.settings.optim.batch)
+            self._next.prepare(block[i] for i in self._part(len(block)))
         first = self.ranks.rank * len(pairs)
         return [
             PromptBatch([s for s, _ in pairs[i : i + size]], [p for _, p in pairs[i : i + size]], first + i)
             for i in range(0, len(pairs), size)
         ]
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._next is not None:
+            self._next.close()
+            self._next = None
+
+    def _part(self, count: int) -> range:
+        """Which of so many drawn samples this rank encodes."""
+        size = -(-count // self.ranks.world)
+        return range(self.ranks.rank * size, min((self.ranks.rank + 1) * size, count))
 
     def _share(self) -> list[tuple[Sample, Prompt]]:
         """Every rank walks the same order, encodes a part of it and hears from the others which samples cannot be used,
@@ -61,10 +83,10 @@ class PromptStream:
         stream = iter(self.samples)
         while len(accepted) < wanted:
             block = [next(stream) for _ in range(wanted - len(accepted))]
-            size = -(-len(block) // world)
-            draws.drawn += max(0, min((rank + 1) * size, len(block)) - rank * size)
-            mine = {i: self._encode(block[i]) for i in range(rank * size, min((rank + 1) * size, len(block)))}
-            usable = {i for part in self.ranks.gather_objects([i for i in mine if mine[i] is not None]) for i in part}
+            part = self._part(len(block))
+            draws.drawn += len(part)
+            mine = {i: self._encode(block[i]) for i in part}
+            usable = {i for each in self.ranks.gather_objects([i for i in mine if mine[i] is not None]) for i in each}
             accepted += [(sample, mine.get(i)) for i, sample in enumerate(block) if i in usable]
             fruitless = 0 if usable else fruitless + len(block)
             self._refuse_fruitless(fruitless)
@@ -87,4 +109,4 @@ class PromptStream:
             detail = f"{sample.source or sample.id}: answer {sample.answer!r:.60}"
             self.encoder.draws.reject(EMPTY_ANSWER, detail)
             return None
-        return self.encoder.prompt(sample)
+        return self.encoder.prompt(sample, self._next.get(sample) if self._next is not None else None)

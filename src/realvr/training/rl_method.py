@@ -13,9 +13,11 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from typing_extensions import override
 
+from realvr.backbone.automatic import is_on
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.loading import trained_latents
 from realvr.errors import UserError
+from realvr.imaging.ahead import threads_for
 from realvr.latent import prototypes
 from realvr.latent.fast import fast_decode
 from realvr.latent.group_rollout import Completion
@@ -36,7 +38,7 @@ from realvr.training.rl_batch import RlBatch, Rolled
 from realvr.training.rl_records import completions_table, rollout_metrics
 from realvr.training.rollout_groups import Grouping
 from realvr.training.rollouts import Rollouts, Scores, score_completions, share_of_rollouts
-from realvr.training.sections import MethodConfig
+from realvr.training.sections import Automatic, MethodConfig
 from realvr.training.settings import RlSettings
 from realvr.training.task import Collected
 
@@ -94,11 +96,12 @@ class RolloutConfig(MethodConfig):
     recompute: float = Field(default=1.0, gt=0, le=1)
     """Share of the layers of prompts and completions that are recomputed, unless ``memory`` is 'cached': less takes
     more memory and less time. Exact too."""
-    split_attention: bool = False
+    split_attention: Automatic = "auto"
     """Attend to the prompt and inside each completion by itself instead of through a mask over the prompt and all
     completions: the same numbers up to rounding, with less work. Latent steps with gradient attend to the prompt as it
     lies: none keeps a copy of its keys and values. On a GPU in 16 bits only; completions in layers with a sliding
-    window shorter than prompt and completion keep the mask."""
+    window shorter than prompt and completion keep the mask. ``auto``: there, unless the model is a mixture of experts
+    or the engine shards it."""
 
     @model_validator(mode="after")
     def _learns_something(self) -> RolloutConfig:
@@ -158,7 +161,7 @@ class RolloutMethod(Method[RlSettings, RC, RlBatch]):
         self.encoder = Encoder(self.backbone, c.max_prompt, settings.data.keep_encoded)
         self.draws = self.encoder.draws
         self.samples = run.data.mixture(settings)  # the global order, on every rank
-        self.prompts = PromptStream(self.samples, self.encoder, settings, run.ranks)
+        self.prompts = PromptStream(self.samples, self.encoder, settings, run.ranks, self._threads(run))
         stop = ANSWER_END if c.stop_at_answer else None
         sampling = Sampling(c.temperature, c.top_p, c.top_k, c.max_new, stop)
         self.start = StartingPolicy(self.backbone, self.adapters, settings, run.ranks) if c.beta else None
@@ -182,6 +185,13 @@ class RolloutMethod(Method[RlSettings, RC, RlBatch]):
         self._rebuilding = False
         self._before: dict[str, Any] = {}
         self._loaded: dict[str, Any] = {}
+
+    def _threads(self, run: Run[RlSettings]) -> int:
+        """Threads that encode the prompts of the next step. Without a GPU that works meanwhile they would only compete
+        with the model; with ``data.workers`` everything is in memory, and processes are forked, which threads disturb.
+        """
+        useless = self.backbone.device.type == "cpu" or run.settings.data.workers
+        return 0 if useless else threads_for(run.ranks.world)
 
     # ------------------------------------------------------------------ the words of `collect`
 
@@ -257,10 +267,14 @@ class RolloutMethod(Method[RlSettings, RC, RlBatch]):
             return None
         with self.reference() as policy:
             state, _ = prefill(policy, b.batch, b.visual)
-            c, split = self.config, self.config.split_attention
+            c, split = self.config, is_on(self.config.split_attention)
             state, _ = splice(policy, state, b.latents_BKD, branches=int(split))
             options: dict[str, Any] = {"temperature": c.temperature, "forbidden": self.forbidden, "split": split}
             return score(policy, state, b.ids_BGS, b.real_BGS, **options)[0]
+
+    @override
+    def close(self) -> None:
+        self.prompts.close()
 
     # ------------------------------------------------------------------ state
 

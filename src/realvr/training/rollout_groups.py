@@ -18,6 +18,7 @@ from realvr.training.estimate import Decoder, Setup, Weight, Workload, decoder_o
 from realvr.training.estimate.activations import regeneration
 from realvr.training.estimate.peak import GIB, RESERVE, recorded_bytes, rollout_states
 from realvr.training.estimate.rollout import ENCODED_TOGETHER, rollout_bytes
+from realvr.training.sections import settled
 from realvr.training.settings import RlSettings, TrainSettings
 from realvr.training.task import Ranks
 
@@ -160,7 +161,8 @@ class Grouping:
         work = replace(work, static=self.max_new if static else 0)
         if not isinstance(self.settings, RlSettings):
             return work
-        how = regeneration(self.settings.method, ranks.device.type, ranks.shards, self.backbone.dtype.itemsize)
+        method = settled(self.settings.method, self.backbone)
+        how = regeneration(method, ranks.device.type, ranks.shards, self.backbone.dtype.itemsize)
         return replace(work, **how)
 
     @cached_property

@@ -9,17 +9,54 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, field_validator, model_validator
 
+from realvr.backbone.automatic import TITLES, Switch, Where
 from realvr.errors import UserError
+
+if TYPE_CHECKING:
+    from realvr.backbone.backbone import Backbone
 
 
 class Section(BaseModel):
     """Settings that refuse keys they do not know."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    def without_use(self) -> tuple[str, ...]:
+        """Settings that may be ``auto`` and would do nothing beside the others."""
+        return ()
+
+
+def _switch(value: object) -> object:
+    if value == "auto":
+        return value
+    try:
+        return TypeAdapter(bool).validate_python(value)
+    except ValueError:
+        raise ValueError("write true, false or auto") from None
+
+
+Automatic = Annotated[Switch, BeforeValidator(_switch)]
+"""A setting that is ``true``, ``false`` or ``auto`` (`realvr.backbone.automatic`)."""
+S = TypeVar("S", bound=Section)
+
+
+def settled(section: S, backbone: Backbone, without_use: tuple[str, ...] = ()) -> S:
+    """The section with ``auto`` replaced by what it stands for with this model. ``without_use``: names of settings that
+    settings of other sections leave nothing to do."""
+    asked = [name for name in TITLES if getattr(section, name, None) == "auto"]
+    if not asked:
+        return section
+    where, unused = Where.of(backbone), {*without_use, *section.without_use()}
+    return section.model_copy(update={name: where.takes(name) and name not in unused for name in asked})
+
+
+def switched_on(before: Section, after: Section) -> list[str]:
+    """Settings that were ``auto`` and are on now."""
+    return [name for name in TITLES if getattr(before, name, None) == "auto" and getattr(after, name) is True]
 
 
 class ModelSettings(Section):
@@ -46,10 +83,11 @@ class ModelSettings(Section):
     """On a GPU in 16 bits, run the frozen vision tower in fewer kernels and over copies of its weights that are padded
     to a multiple of 8 (Qwen2.5-VL: 0.8 GiB), and upload pixels in 16 bits from pinned memory. The same numbers up to
     rounding."""
-    fused_layers: bool = False
+    fused_layers: Automatic = "auto"
     """Run norms, rotary embeddings and MLP gates of the decoder in 5 kernels a layer instead of 28, also fewer in the
     backward pass; on a GPU some are compiled at their first use. The same numbers up to rounding; in 16 bits they are
-    rounded less often, which may send a token to other experts."""
+    rounded less often, which may send a token to other experts. ``auto``: on an NVIDIA GPU, unless the model is a
+    mixture of experts or the engine shards it."""
 
     @model_validator(mode="after")
     def _ordered(self) -> ModelSettings:
@@ -198,10 +236,9 @@ class LoraSettings(Section):
     """Dropout on the adapters' input."""
     targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     """Names of the linear layers of the language model that get an adapter."""
-    split_products: bool = False
-    """In bfloat16: compute large products of the 32-bit adapters as sums of bfloat16 ones, on a GPU's matrix units.
-    Saves memory traffic. Results are the same up to rounding, which is checked before training. Large are passes with
-    2^26 numbers of a layer's input and output: at 7B 3,000 tokens in the MLP, 9,400 where queries are made."""
+    kernels: bool = True
+    """On a GPU, in bfloat16: compute layers and their adapters by kernels of our own. The same numbers up to rounding,
+    which is checked on the device before training."""
 
 
 VALIDATION_METRICS: dict[str, Literal["higher", "lower"]] = {

@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
+from realvr.backbone.automatic import is_on
 from realvr.backbone.backbone import Backbone, VisualTokens
 from realvr.backbone.loading import DEFAULT_LATENTS, trained_latents
 from realvr.data.mixture import Mixture
@@ -29,6 +30,7 @@ from realvr.training.features import KeptFeatures
 from realvr.training.lanes import Lane
 from realvr.training.method import Method, Run
 from realvr.training.metrics import on_device
+from realvr.training.sections import Automatic
 from realvr.training.settings import SftSettings, TrainSettings
 from realvr.training.sft_batch import SftBatch, SftExample, pack_rows
 from realvr.training.sources import TrainingData
@@ -58,10 +60,11 @@ class PackedConfig(EvidenceConfig):
     out in the same form. Not in the paper."""
     gradient_checkpointing: bool = True
     """Recompute the decoder layers in the backward pass instead of keeping their activations. Exact."""
-    variable_length: bool = False
+    variable_length: Automatic = "auto"
     """Attend inside each example of a packed row by itself instead of through a mask over the whole row: the same
     numbers up to rounding, with less work. Rows whose image is hidden from text, and models whose image tokens attend
-    both ways (Gemma 3), keep the mask."""
+    both ways (Gemma 3), keep the mask. ``auto``: on an NVIDIA GPU in 16 bits, unless the model is a mixture of experts
+    or the engine shards it."""
     allow_no_evidence: bool = False
     """Train with latents although no row has an evidence box. The latents then learn nothing."""
 
@@ -139,7 +142,7 @@ class PackedMethod(Method[SftSettings, PC, SftBatch]):
         c, settings = self.config, run.settings
         self.adapters = Adapters(self.backbone, settings.lora, markers=self.backbone.latents > 0)
         self.backbone.spell_out = c.spell_out
-        if c.variable_length and self.backbone.two_way_images and run.ranks.rank == 0:
+        if is_on(c.variable_length) and self.backbone.two_way_images and run.ranks.rank == 0:
             family = self.backbone.family.name
             print(f"realvr: note: {family} keeps the mask of packed rows: its images attend both ways", file=sys.stderr)
         respond = spelled_out if c.spell_out else response_text
@@ -190,7 +193,7 @@ class PackedMethod(Method[SftSettings, PC, SftBatch]):
             jitter=c.position_jitter,
             hidden_ratio=c.hide_image_ratio,
             generator=generator,
-            variable_length=c.variable_length,
+            variable_length=is_on(c.variable_length),
         )
 
     def encode_images(self, images: tuple[ImageInput, ...]) -> VisualTokens:

@@ -2,9 +2,9 @@
 
 peft's own forward asks at every call what could have been configured, looks its parts up through module attributes, and
 scales, adds and casts in three operations. A decoding step passes 7 adapted layers per decoder layer, so that this took
-most of its time. In large passes with gradient its two layers are one node, which keeps less
-(`realvr.training.low_rank`). Everything else is peft's: parameters and their names, merging, export,
-``disable_adapter``.
+most of its time. In large passes with gradient its two layers are one node, which keeps less, and on a GPU kernels of
+our own compute the layer and its adapter (`realvr.training.low_rank`). Everything else is peft's: parameters and their
+names, merging, export, ``disable_adapter``.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from peft.tuners.lora import Linear, LoraConfig
 from torch import Tensor, nn
 
 from realvr.backbone import small_kernels
-from realvr.backbone.notices import notice_once
 from realvr.training import low_rank
 
 
 class ThinLinear(Linear):
-    """``base(x) + scaling * B(A(dropout(x)))``, on a CPU bit for bit what peft computes unless products are split.
-    Whatever is not one active, unmerged adapter of the plain kind goes peft's way."""
+    """``base(x) + scaling * B(A(dropout(x)))``, on a CPU bit for bit what peft computes. Whatever is not one active,
+    unmerged adapter of the plain kind goes peft's way."""
 
-    split_products = False
-    """Whether large products are split (`Adapters` sets it): then the numbers are peft's up to rounding."""
+    kernels: torch.device | None = None
+    """Where kernels of our own may run (`Adapters` sets it): there the numbers are peft's up to rounding."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The layer's output, in its own type."""
@@ -35,6 +34,12 @@ class ThinLinear(Linear):
         down = parts["lora_A"]._modules.get(name)  # type: ignore[union-attr]
         if down is None or args or kwargs or self._disable_adapters or self.merged_adapters or self.lora_variant:
             return super().forward(x, *args, **kwargs)
+        up: Any = parts["lora_B"]._modules[name]  # type: ignore[union-attr]
+        dropout: Any = parts["lora_dropout"]._modules[name]  # type: ignore[union-attr]
+        drops = _drops(dropout)
+        narrow = not drops and self._narrow(x, down, up)
+        if narrow and self.kernels == x.device and low_rank.frozen(parts["base_layer"]):  # type: ignore[arg-type]
+            return low_rank.adapted(x, parts["base_layer"], down.weight, up.weight, self.scaling[name])  # type: ignore[arg-type]
         shape = x.shape
         # Flat once: each product would fold its rows and unfold them again. In the graph gradients would be added up in
         # another order.
@@ -42,16 +47,8 @@ class ThinLinear(Linear):
             x = x.view(-1, shape[-1])
         # Parts are called as modules: an engine may gather their parameters in hooks.
         result: Tensor = parts["base_layer"](x)  # type: ignore[misc]
-        up: Any = parts["lora_B"]._modules[name]  # type: ignore[union-attr]
-        dropout: Any = parts["lora_dropout"]._modules[name]  # type: ignore[union-attr]
-        drops = _drops(dropout)
-        split = self.splits(x.numel() // x.shape[-1])
-        large = split or (torch.is_grad_enabled() and x.numel() >= small_kernels.FEW)
-        one_node = large and not drops and self._narrow(x, down, up)
-        if split and not one_node:
-            notice_once("lora.split_products: no effect where an engine gathers or casts adapters (ZeRO-3, autocast)")
-        if one_node:
-            result = low_rank.low_rank(result, x, down.weight, up.weight, self.scaling[name], split)  # type: ignore[arg-type]
+        if narrow and torch.is_grad_enabled() and x.numel() >= small_kernels.FEW:
+            result = low_rank.low_rank(result, x, down.weight, up.weight, self.scaling[name])  # type: ignore[arg-type]
         else:
             if self.cast_input_dtype_enabled:
                 x = x.to(down.weight.dtype)  # type: ignore[arg-type]
@@ -65,16 +62,13 @@ class ThinLinear(Linear):
         can be one node."""
         return (
             x.dtype == torch.bfloat16
+            and x.numel() > 0
             and down.weight.dtype == torch.float32
             and self.cast_input_dtype_enabled
             and low_rank.in_place(down)
             and low_rank.in_place(up)
             and not torch.is_autocast_enabled(x.device.type)
         )
-
-    def splits(self, rows: int) -> bool:
-        """Whether products of so many rows are split."""
-        return self.split_products and rows * sum(self.widths) >= low_rank.SPLIT_FROM
 
     @property
     def widths(self) -> tuple[int, int]:

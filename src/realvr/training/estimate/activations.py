@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from realvr.backbone import small_kernels
+from realvr.backbone.automatic import is_on
 from realvr.latent.modes import recomputed_layers
 from realvr.training.estimate.shape import Decoder
 
@@ -94,14 +95,14 @@ class Workload:
 
 def regeneration(config: Any, device: str, sharded: bool, itemsize: int) -> dict[str, Any]:  # noqa: ANN401
     """How a run with the settings of a method regenerates latents on a device of this type, as parts of a `Workload`.
-    Numbers have ``itemsize`` bytes."""
+    Numbers have ``itemsize`` bytes. No setting is ``auto`` any more."""
     return {
         "evidence": bool(getattr(config, "lambda_ev", 0.0) and getattr(config, "on_policy", True)),
         "memory": config.memory,
         "recompute": config.recompute,
         # On a GPU there is no flash attention in 32 bits.
-        "split": config.split_attention and (device == "cpu" or itemsize < 4),
-        "recorded": getattr(config, "recorded_span", False) and device == "cuda" and not sharded,
+        "split": is_on(config.split_attention) and (device == "cpu" or itemsize < 4),
+        "recorded": is_on(getattr(config, "recorded_span", False)) and device == "cuda" and not sharded,
     }
 
 

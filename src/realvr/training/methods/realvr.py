@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from typing_extensions import override
 
+from realvr.backbone.automatic import is_on
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.loading import trained_latents
 from realvr.latent.prototypes import Evidence, chosen_boxes, prototypes
@@ -23,6 +24,7 @@ from realvr.training.readouts import readouts
 from realvr.training.rl_batch import RlBatch, Rolled, correct_and_wrong, rl_batch
 from realvr.training.rl_method import RolloutConfig, RolloutMethod
 from realvr.training.rl_records import evidence_metrics, mean, policy_metrics
+from realvr.training.sections import Automatic
 from realvr.training.settings import RlSettings
 from realvr.training.sources import TrainingData
 from realvr.training.task import Collected, Metrics, Ranks
@@ -62,9 +64,10 @@ class ReaLVRConfig(RolloutConfig):
     """Stop the gradient at the weights."""
     on_policy: bool = True
     """Evidence loss on a regenerated trajectory; false: on the saved latents of the rollout."""
-    recorded_span: bool = False
+    recorded_span: Automatic = "auto"
     """Regenerate the trajectory, and go back through it, as two CUDA graphs, on a GPU where that is possible; not with
-    ``memory`` 'checkpointed'. The same numbers up to rounding."""
+    ``memory`` 'checkpointed'. The same numbers up to rounding. ``auto``: on an NVIDIA GPU, unless the model is a
+    mixture of experts or the engine shards it."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ReaLVRConfig:
@@ -75,11 +78,16 @@ class ReaLVRConfig(RolloutConfig):
         return self
 
     @override
+    def without_use(self) -> tuple[str, ...]:
+        regenerates = self.lambda_ev > 0 and self.on_policy and self.memory != "checkpointed"
+        return () if regenerates else ("recorded_span",)
+
+    @override
     def memory_advice(self) -> list[str]:
         ways = super().memory_advice()
-        if self.recorded_span:
+        if self.recorded_span is True:
             ways.append("set method.recorded_span false")
-            if not self.split_attention:
+            if self.split_attention is False:
                 ways.append("set method.split_attention true")
         return ways
 
@@ -93,7 +101,7 @@ class _Evidence(RolloutMethod[ReaLVRConfig]):
     def __init__(self, backbone: Backbone, config: ReaLVRConfig) -> None:
         super().__init__(backbone, config)
         self.bank_size = config.bank
-        self.recorded = RecordedSpan(backbone) if config.recorded_span else None
+        self.recorded = RecordedSpan(backbone) if is_on(self.config.recorded_span) else None
         if not (config.lambda_ev and backbone.latents):
             self.term_names = ("policy",)
 
@@ -175,8 +183,8 @@ class ReaLVR(_Evidence):
         c, backbone, recompute = self.config, self.backbone, self.config.recomputed
         prompt, _ = prefill(backbone, b.batch, b.visual, checkpointed=recompute)
         # Replay: the sampled text behind the latents of the rollout, which are constants.
-        one = int(c.split_attention)
-        replayed, states_BKD = splice(backbone, prompt, b.latents_BKD, branches=one, checkpointed=recompute)
+        split = is_on(c.split_attention)
+        replayed, states_BKD = splice(backbone, prompt, b.latents_BKD, branches=int(split), checkpointed=recompute)
         logp, entropy = replay(backbone, replayed, b, c, self.forbidden)
         policy = policy_loss(logp, b, c)
         yield Term("policy", 1.0, policy, b.share, policy_metrics(b, logp, entropy, c.clip, c.clip_high))
@@ -186,8 +194,8 @@ class ReaLVR(_Evidence):
         after, z_BKD = replayed, states_BKD
         if c.on_policy:
             passes: dict[str, Any] = {"memory": c.memory, "recorded": self.recorded, "whole": not c.detach}
-            after, z_BKD = regenerate(backbone, prompt, b.latents_BKD.shape[1], split=c.split_attention, **passes)
-        options = {"checkpointed": c.memory == "checkpointed", "split": c.split_attention}
+            after, z_BKD = regenerate(backbone, prompt, b.latents_BKD.shape[1], split=split, **passes)
+        options = {"checkpointed": c.memory == "checkpointed", "split": split}
         r_BYK = readouts(backbone, after, b, gradient=not c.detach, **options)
         gamma_BK = slot_credit(r_BYK, b.wrong_BY, c)
         w_BK = slot_weights(gamma_BK, c)
@@ -198,7 +206,8 @@ class ReaLVR(_Evidence):
 
 def replay(backbone: Backbone, state: State, b: RlBatch, c: RolloutConfig, forbidden: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the sampled text, and the entropy, under today's policy at the sampling temperature."""
-    options: dict[str, Any] = {"temperature": c.temperature, "forbidden": forbidden, "split": c.split_attention}
+    split = is_on(c.split_attention)
+    options: dict[str, Any] = {"temperature": c.temperature, "forbidden": forbidden, "split": split}
     logp, entropy, _ = score(backbone, state, b.ids_BGS, b.real_BGS, checkpointed=c.recomputed, **options)
     return logp, entropy
 

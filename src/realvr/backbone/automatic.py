@@ -1,0 +1,114 @@
+"""What ``auto`` means for fast paths that change numbers by rounding. This is the only place that decides it.
+
+On an NVIDIA GPU they were compared with the plain path for dense models that one GPU holds whole, gradients included:
+there they are on. A mixture of experts sends a token that is rounded differently to other experts, an engine that cuts
+the model up gathers weights in hooks, and on a CPU results stay as they are to the bit: there they are off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from realvr.errors import UserError
+
+if TYPE_CHECKING:
+    from realvr.backbone.backbone import Backbone
+
+Switch = bool | Literal["auto"]
+
+TITLES = {
+    "fused_layers": "fused layers",
+    "variable_length": "variable-length attention",
+    "split_attention": "split attention",
+    "recorded_span": "recorded span",
+}
+"""Settings that may be ``auto``, and what a run calls them."""
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a model runs, as far as the choice depends on it."""
+
+    cuda: bool
+    """On an NVIDIA GPU."""
+    flash: bool
+    """With flash attention: a GPU that has it, 16 bits."""
+    dense: bool
+    """No mixture of experts."""
+    whole: bool
+    """On one device, and nothing of it elsewhere. Several processes with a model each are as many such places."""
+    packs: bool = True
+    """Whether packed rows can be attended example by example in one kernel: torch has it, and no image needs a mask."""
+
+    @classmethod
+    def of(cls, backbone: Backbone) -> Where:
+        """That of a loaded model."""
+        import torch
+
+        from realvr.backbone.packed_attention import has_flash, has_varlen
+
+        head = getattr(backbone.decoder.layers[0].self_attn, "head_dim", 0)
+        query = torch.empty(0, head, dtype=backbone.dtype, device=backbone.device)
+        return cls(
+            cuda=backbone.device.type == "cuda" and torch.version.hip is None,
+            flash=has_flash(query),
+            dense=not any(".experts." in name for name, _ in backbone.decoder.named_parameters()),
+            whole=backbone.whole and len(backbone.devices) == 1,
+            packs=has_varlen(query) and not backbone.two_way_images,
+        )
+
+    def takes(self, name: str) -> bool:
+        """Whether the fast path of this setting is on here by itself."""
+        proven = self.cuda and self.dense and self.whole
+        needed = {"split_attention": self.flash, "variable_length": self.flash and self.packs}
+        return proven and needed.get(name, True)
+
+    def settle(self, name: str, switch: Switch) -> bool:
+        """The value of a setting: its own, or what ``auto`` stands for here."""
+        if switch not in (True, False, "auto"):
+            raise UserError(f"{name} is {switch!r}: it is true, false or auto")
+        return self.takes(name) if switch == "auto" else bool(switch)
+
+
+def is_on(switch: Switch) -> bool:
+    """A setting that was settled. ``auto`` is neither on nor off, and counts as true where Python asks for a bool."""
+    if switch == "auto":
+        raise ValueError("'auto' was not settled: see realvr.backbone.automatic")
+    return switch
+
+
+def announcement(names: Sequence[str]) -> str:
+    """What a run says about the settings that ``auto`` has switched on."""
+    return "fast paths: " + ", ".join(title for name, title in TITLES.items() if name in names)
+
+
+def spelled_out(flags: Sequence[str], free: bool = False) -> list[str]:
+    """Command line with ``True``, ``False`` or ``auto`` behind every such setting, whose flag alone means true and with
+    ``no-`` false. ``free``: values that belong to no flag may follow it."""
+    found: list[str] = []
+    for index, flag in enumerate(flags):
+        name, equals, value = flag.partition("=")
+        *sections, last = name.removeprefix("--").replace("-", "_").split(".")
+        if name.startswith("--") and last.removeprefix("no_") in TITLES:
+            if last not in TITLES:
+                found += ["--" + ".".join([*sections, last.removeprefix("no_")]), "False"]
+            elif equals:
+                found += [name, _word(value)]
+            else:
+                found.append(name)
+                following = flags[index + 1] if index + 1 < len(flags) else "--"
+                alone = following.startswith("--") or (free and following.lower() not in _WORDS)
+                found += ["True"] * alone
+            continue
+        before = found[-1].removeprefix("--").replace("-", "_").split(".")[-1] if found else ""
+        found.append(_word(flag) if before in TITLES and found[-1].startswith("--") else flag)
+    return found
+
+
+_WORDS = {"true": "True", "false": "False", "auto": "auto"}
+
+
+def _word(value: str) -> str:
+    return _WORDS.get(value.lower(), value)
