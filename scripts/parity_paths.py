@@ -217,19 +217,25 @@ class Paths:
         return ours, deferral
 
     def span(self) -> Found:
-        """Latent steps with gradient, recorded forward and backward."""
+        """Latent steps with gradient, recorded forward and backward: with all weights trained, and with adapters."""
         ours, _ = self._deferring()
+        found = self._recorded(parity_span.RECORDED, ours, self.ours, self.truth)
+        ours = self._with_adapters(self.dtype, self.device)
+        truth = self._with_adapters(torch.float32, str(self.truth.device))
+        return found | self._recorded(parity_span.ADAPTED, ours, ours, truth)
+
+    def _recorded(self, ways: Mapping[str, bool], ours: Backbone, plain: Backbone, truth: Backbone) -> Found:
         found: Found = {}
 
         def run(backbone: Backbone, recorded: RecordedSpan | None = None, split: bool = False) -> dict[str, Tensor]:
             return parity_span.measured(backbone, self.ask(backbone)[:2], recorded, split)
 
-        right, plain = run(self.truth), None if self.exact else run(self.ours)
-        for how, split in parity_span.RECORDED.items():
+        right, stock = run(truth), None if self.exact else run(plain)
+        for how, split in ways.items():
             recorded = parity_span.recorder(ours, self.buffers.get("columns", COLUMNS))
             mine = run(ours, recorded, split)
             self.notes.append(f"{how}: " + ", ".join(f"{count} {what}" for what, count in recorded.counts.items()))
-            found |= {f"{how}: {name}": (mine[name], right[name], plain and plain[name]) for name in mine}
+            found |= {f"{how}: {name}": (mine[name], right[name], stock and stock[name]) for name in mine}
             recorded.release()
         return found
 

@@ -29,6 +29,7 @@ K, GROUP, SIZE, ANSWERS, NEGATIVES = 4, 2, 5, 3, 1
 MEMORY = ("cached", "checkpointed-prefill", "checkpointed")
 TRUNKS = {"one prompt": 1, "padded prompts": 3}
 RECORDED = {"recorded span": False, "recorded span, split": True}
+ADAPTED = {"recorded span with adapters": True}
 MEASURED: dict[str, tuple[str, float, float | None]] = {
     "losses": ("relative", 1e-5, 0.05),
     "gradients": ("relative", 1e-4, 0.1),
@@ -37,7 +38,7 @@ MEASURED: dict[str, tuple[str, float, float | None]] = {
 }
 # name -> (measure, float32 tolerance, bfloat16 floor)
 CHECKS: dict[str, tuple[str, float, float | None]] = {
-    **{f"{how}: {name}": limits for how in RECORDED for name, limits in MEASURED.items()},
+    **{f"{how}: {name}": limits for how in (*RECORDED, *ADAPTED) for name, limits in MEASURED.items()},
     **{f"split steps of {trunk}: latents": ("relative", 1e-5, 0.05) for trunk in TRUNKS},
     **{
         f"split steps of {trunk}: gradients, {memory}": ("relative", 1e-4, 0.1) for trunk in TRUNKS for memory in MEMORY
