@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernel_profile import kernels
 from realvr.backbone import decode_kernels, small_kernels
 from realvr.backbone.static import StaticPass
 from realvr.latent.group_rollout import decode
@@ -101,9 +101,6 @@ def attention(device: torch.device) -> None:
 
 @torch.no_grad()
 def profile(device: torch.device, preset: str) -> None:
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiler
-
     quiet()
     results = Results(Path("profile.json"), about(FULL, preset, device, torch.bfloat16, 1), resume=False)  # not written
     bench = Bench(preset, device, torch.bfloat16, FULL, 1, time.monotonic() + 600, results)
@@ -117,25 +114,7 @@ def profile(device: torch.device, preset: str) -> None:
         "decoding step": (partial(decode, backbone, after, FULL.group, sampling(bench), fast=fast), FULL.answer - 1),
     }
     for name, (run, steps) in runs.items():
-        run()
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        wall = (time.perf_counter() - begun) / steps * 1e3
-        with profiler(activities=[ProfilerActivity.CUDA]) as seen:
-            run()
-            torch.cuda.synchronize()
-        events = [each for each in seen.events() or () if each.device_type == torch.autograd.DeviceType.CUDA]
-        times: dict[str, list[float]] = defaultdict(list)
-        busy = end = 0.0
-        for each in sorted(events, key=lambda each: each.time_range.start):
-            times[each.name[:90]].append(each.time_range.elapsed_us())
-            busy += max(0.0, each.time_range.end - max(end, each.time_range.start))  # side by side counts once
-            end = max(end, each.time_range.end)
-        print(f"{name}: {len(events) / steps:.0f} kernels, {busy / steps / 1e3:.2f} ms busy, {wall:.2f} ms in all")
-        for kernel, each in sorted(times.items(), key=lambda item: -sum(item[1]))[:12]:
-            print(f"  {len(each) / steps:7.1f} x {sum(each) / len(each):7.1f} µs  {kernel}")
+        print("\n".join(kernels(name, run, steps)))
 
 
 def main() -> None:

@@ -127,6 +127,26 @@ def test_lora_vs_full_whichever_came_last_and_a_note_where_commits_differ(
     assert "aaaaaaaaaaaa" in note and "bbbbbbbbbbbb" in note and "note not of one run" in speed.table(later)
 
 
+def test_lora_vs_full_takes_the_faster_memory_mode_of_one_run(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    results = made_bench(path).results
+    results.put("rl_step_seconds", 4.0, memory="checkpointed-prefill")
+    results.put("lora_step_seconds_cached", 1.0, memory="cached")  # alone it says nothing of the package's mode
+    put_lora_vs_full(results)
+    assert results.value("lora_vs_full") is None
+    results.put("lora_step_seconds", 3.0, memory="checkpointed-prefill")
+    put_lora_vs_full(results)
+    facts = results.inputs("lora_vs_full")
+    assert results.value("lora_vs_full") == 0.25 and facts["lora_memory"] == "cached"
+    assert facts["ratios"] == {"checkpointed-prefill": 0.75, "cached": 0.25}
+    later = made_bench(path, "bbbbbbbbbbbb").results
+    later.put("lora_step_seconds", 2.0, memory="checkpointed-prefill")  # with other code
+    put_lora_vs_full(later)
+    facts = later.inputs("lora_vs_full")
+    assert later.value("lora_vs_full") == 0.5 and facts["lora_memory"] == "checkpointed-prefill"
+    assert "ratios" not in facts and "not of one run" in facts["note"]
+
+
 def test_the_baseline_says_its_own_share_of_the_ceiling_by_the_same_timing(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     name = "naive_paper_matmul_fraction"

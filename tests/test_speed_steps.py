@@ -21,7 +21,7 @@ from realvr.errors import UserError
 from realvr.training import loop
 from realvr.training.thin_lora import ThinLinear
 from speed_kit import FULL, SMALL, Bench, DoesNotFit, OutOfTime, about, text_tokens
-from speed_results import Results
+from speed_results import Results, Timing
 
 CPU = torch.device("cpu")
 PRESET = "tiny:qwen2.5-vl"
@@ -126,6 +126,32 @@ def test_how_many_adapters_run_in_kernels(made: Bench) -> None:
     for layer in layers[:3]:
         layer.kernels = backbone.device
     assert speed_sections.kernel_layers(backbone) == f"3 of {len(layers)}"
+
+
+def test_lora_is_measured_in_two_memory_modes_unless_one_is_named(made: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[str | None, int | None]] = []
+    full: set[str | None] = set()
+
+    def rl_step(bench: Bench, rank: int, answer: int) -> tuple[Timing, dict[str, Any]]:
+        memory = bench.sizes.memory
+        tried.append((memory, bench.sizes.lora_microbatch))
+        if memory in full:
+            raise DoesNotFit("in no microbatch")
+        return Timing([3.0 - len(tried)], None), {"memory": memory}
+
+    monkeypatch.setattr(speed_steps, "rl_step", rl_step)
+    made.sizes = FULL
+    speed_steps.lora_step(made)
+    assert tried == [(None, None), ("cached", 4)] and made.sizes is FULL
+    assert made.results.value("lora_step_seconds_cached") == 1.0
+    tried.clear()
+    made.sizes = replace(FULL, memory="checkpointed-prefill 0.5", lora_microbatch=2)
+    speed_steps.lora_step(made)
+    assert tried == [("checkpointed-prefill 0.5", 2)]
+    full.add("cached")  # there is no room for it: what was measured stays, and nothing has failed
+    made.sizes = FULL
+    speed_steps.lora_step(made)
+    assert tried[1:] == [(None, None), ("cached", 4)] and made.sizes is FULL and not made.results.failed
 
 
 def test_ratios_of_a_step_need_one_of_this_run(made: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
