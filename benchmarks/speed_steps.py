@@ -279,7 +279,7 @@ def lora_step(bench: Bench) -> None:
     put_lora_vs_full(results)
     if sizes.memory is not None:
         return
-    bench.sizes = replace(sizes, memory="cached", lora_microbatch=sizes.lora_microbatch or STEP_MICROBATCH)
+    bench.sizes = replace(sizes, memory="cached")
     try:
         timing, facts = rl_step(bench, sizes.rank, sizes.answer)
         results.put("lora_step_seconds_cached", timing.seconds, **facts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ from realvr.latent.sampling import Sampling
 from realvr.latent.span import extend, prefill, score, splice
 from realvr.training.adapters import Adapters
 from realvr.training.estimate import Setup, Workload, decoder_of, estimate, weights_of
-from realvr.training.estimate.activations import head_rows, latent_steps, pass_bytes
+from realvr.training.estimate.activations import head_rows, joined_layers, latent_steps, pass_bytes, replay_bytes
 from realvr.training.estimate.batches import workload_of
 from realvr.training.estimate.rollout import rollout_bytes
 from realvr.training.method import Step
@@ -157,6 +158,29 @@ def test_what_latent_steps_keep(deeper: Callable[..., Backbone], family: str, sp
     kept, _ = alive(backbone, lambda: regenerate(backbone, prompt, latents, split=split))
     work = Workload("rl", 2, prompt.length, 0, latents=latents, memory="cached", split=split)
     assert sum(latent_steps(decoder_of(backbone.model), work, False)) == pytest.approx(kept, rel=0.06)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["joined", "split"])
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl", "gemma3"])
+def test_what_a_replay_keeps(deeper: Callable[..., Backbone], family: str, split: bool) -> None:
+    """Keys and values of prompt and completions with a mask, or neither; joined where a window is too short (Gemma)."""
+    backbone, rows, group = deeper(family), 2, 4
+    d = decoder_of(backbone.model)
+    assert (d.windowed > 0) == (family == "gemma3")
+    for grid, size in (((6, 8), 12), ((12, 16), 24)):
+        batch = backbone.batch([benchmark._prompt(backbone, grid)] * rows)
+        state, _ = prefill(backbone, batch, backbone.encode_images(batch.images))
+        state, _ = splice(backbone, state, torch.randn(rows, 4, backbone.width, dtype=torch.bfloat16))
+        ids = torch.randint(40, 200, (rows, group, size))
+        real = torch.ones_like(ids, dtype=torch.bool)
+        kept, _ = alive(backbone, partial(score, backbone, state, ids, real, split=split))
+        tokens = batch.ids_BT.shape[1]
+        work = Workload("rl", rows, tokens, 0, latents=4, group=group, answer=size, memory="cached", split=split)
+        layers = d.layers - joined_layers(d, work)
+        assert layers == (0 if not split else d.layers - d.windowed)
+        # The prompt's were there before; they count as soon as there is a view of them.
+        seen = layers * rows * (tokens + 6) * 2 * d.key * d.itemsize
+        assert replay_bytes(d, work, False) + seen == pytest.approx(kept, rel=0.02)
 
 
 def test_experts_have_no_fused_gates(deeper: Callable[..., Backbone]) -> None:

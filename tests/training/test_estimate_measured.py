@@ -1,10 +1,12 @@
 """The estimate against peaks that were measured on a GPU: ``docs/results/memory.json`` (recorded by hand, sources
-named) and ``docs/results/memory-h200.json`` (``benchmarks/memory.py``, two of its rows held out)."""
+named) and ``docs/results/memory-h200.json`` (``benchmarks/memory.py``, two of its rows held out) without fast paths,
+``benchmarks/results/h200-qwen2.5-vl-7b.json`` (``benchmarks/speed.py``) with all of them."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from realvr.zoo.presets import preset_config
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 ROWS = json.loads((RESULTS / "memory.json").read_text())["rows"]
 MEASURED = json.loads((RESULTS / "memory-h200.json").read_text())
+SPEED = json.loads((RESULTS.parents[1] / "benchmarks" / "results" / "h200-qwen2.5-vl-7b.json").read_text())
 WITHIN = 0.10
 
 
@@ -109,3 +112,58 @@ def test_measured_rows_are_those_of_the_script() -> None:
     assert [(row["name"], row["held_out"]) for row in MEASURED["rows"]] == [(c["name"], c["held_out"]) for c in cases]
     fit = [row for row in MEASURED["rows"] if "error" not in row]
     assert len(fit) >= 6 and sum(row["held_out"] for row in fit) >= 2
+
+
+def fast_passes() -> Iterator[tuple[str, dict[str, Any], int, float]]:
+    """Passes and whole steps of the 7B shape with all fast paths: name, workload, rank and peak (GiB)."""
+
+    def most(inputs: dict[str, Any]) -> float:
+        return max(inputs["peak_gib"], inputs["first_peak_gib"])
+
+    def work(inputs: dict[str, Any], prompts: int) -> dict[str, Any]:
+        memory, _, share = inputs["memory"].partition(" ")
+        rows = inputs["microbatch"]
+        return {"rows": rows, "microbatches": prompts // rows, "memory": memory, "recompute": float(share or 1)}
+
+    def entry(name: str) -> dict[str, Any]:
+        return dict(SPEED[name]["inputs"])
+
+    for tried in entry("train_part_tries")["tries"]:
+        yield f"{tried['memory']}, microbatches of {tried['microbatch']}", work(tried, 8), 0, most(tried)
+    for name, prompts, place in (
+        ("evidence_overhead_8", 8, "8 prompts, cached, microbatches of 8"),
+        ("evidence_overhead_1_full", 1, "1 prompts, cached, microbatches of 1"),
+        ("evidence_overhead_1_lora", 1, "1 prompts, cached, microbatches of 1, LoRA 16"),
+    ):
+        inputs = entry(name)
+        plain = SPEED["timings"][f"train part, LVR-RL, {place} [fast]"]
+        yield name, work(inputs, prompts), inputs["rank"], most(inputs)
+        yield f"{name}, LVR-RL", work(inputs, prompts) | {"evidence": False}, inputs["rank"], most(plain)
+    for name in ("rl_step_seconds", "lora_step_seconds", "lora_step_seconds_cached"):
+        inputs = entry(name)
+        yield name, work(inputs, 8) | {"static": inputs["answer"]}, inputs["rank"], most(inputs)
+
+
+FAST = list(fast_passes())
+
+
+@pytest.mark.parametrize(("work", "rank", "measured"), [case[1:] for case in FAST], ids=[case[0] for case in FAST])
+def test_peak_with_fast_paths(work: dict[str, Any], rank: int, measured: float) -> None:
+    """Within 7 %. Passes alone have no optimizer and no rollout; a whole step has both (``static``)."""
+    decoder, weights = shapes("Qwen2.5-VL-7B", rank, False)
+    decoder = replace(decoder, fused_norms=True, fused_gates=True, narrow_adapters=rank > 0)
+    sizes = {"tokens": 2709, "visual": 2560, "group": 8, "answer": 64, "readout": 32, "latents": 8}
+    fast = Workload("rl", **(sizes | {"split": True, "recorded": True} | work))
+    found = estimate(decoder, weights, fast, Setup(master_weights=True, deferred=True)).moments
+    if not fast.static:
+        passes = [name for name in found if name not in ("update", "rollout")]
+        found = {name: found[name] | {"optimizer": 0} for name in passes}
+    assert max(sum(parts.values()) for parts in found.values()) / GIB == pytest.approx(measured, rel=0.07)
+
+
+def test_fast_paths_were_measured_in_every_memory_mode() -> None:
+    assert len(FAST) >= 12 and {case[1]["memory"] for case in FAST} == {
+        "cached",
+        "checkpointed-prefill",
+        "checkpointed",
+    }

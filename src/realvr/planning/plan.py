@@ -120,7 +120,8 @@ def _shapes(name: str, lora: int, markers: bool, fused: bool, narrow: bool) -> t
     """``narrow``: adapters keep 16-bit inputs."""
     model = _model(name)
     decoder = decoder_of(model)
-    decoder = replace(decoder, fused_gates=fused and not decoder.experts, narrow_adapters=narrow and bool(lora))
+    gates, adapters = fused and not decoder.experts, narrow and bool(lora)
+    decoder = replace(decoder, fused_norms=fused, fused_gates=gates, narrow_adapters=adapters)
     if lora:
         return decoder, with_adapters(model, lora, LoraSettings().targets, markers=markers)
     return decoder, weights_of(model, train_decoder=True)

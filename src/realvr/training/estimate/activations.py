@@ -1,7 +1,6 @@
 """Bytes that autograd keeps of a pass through the decoder, and what else is alive in each phase of a step.
 
-Derived from the stock layers: which tensors each operation saves for its backward pass. Of fused layers only the gates
-are counted apart, their norms as stock ones. Nothing here is fitted.
+Derived from the layers: which tensors each operation saves for its backward pass. Nothing here is fitted.
 Letters: t tokens of all rows, D width, F width of the MLP, b bytes of a number.
 """
 
@@ -65,7 +64,7 @@ class Workload:
     recorded: bool = False
     """Whether latents are regenerated as CUDA graphs where they can be (setting ``recorded_span``)."""
     split: bool = False
-    """Whether latent steps attend to the prompt as it lies (setting ``split_attention``)."""
+    """Whether completions and latent steps attend to the prompt as it lies (setting ``split_attention``)."""
 
     @property
     def prompts(self) -> int:
@@ -147,10 +146,11 @@ def token_bytes(d: Decoder, adapters: bool, tokens: int, recomputed: bool) -> in
     wide = 4 if narrow else b
     scaled = wide if d.wide_norms else b
     trained = 0 if adapters else 1
-    # A norm keeps its input in 32 bits and, where its weight is trained, the normalised input.
-    norms = d.norms * d.width * (wide + trained * scaled)
+    # A norm keeps its input in 32 bits and, where its weight is trained, the normalised input; a fused one its input.
+    norm = b if d.fused_norms and not d.wide_norms else wide + trained * scaled
+    norms = d.norms * d.width * norm
     if d.head_norms:
-        norms += (d.query + d.key) * (wide + trained * scaled)
+        norms += (d.query + d.key) * norm
     # Queries, keys, values, the output (which is also the input of the next layer), log-sum-exp.
     attention = b * (2 * d.query + 2 * d.key) + 4 * d.heads
     # Inputs of linear layers: the two normalised states, once for all that read them, and the output of attention,
@@ -284,6 +284,25 @@ def latent_steps(d: Decoder, w: Workload, adapters: bool) -> tuple[int, int]:
     return sum(saved(1, t, w.padded) for t in range(w.latents)), saved(2, w.latents, True)
 
 
+def joined_layers(d: Decoder, w: Workload) -> int:
+    """Layers in which the replay joins keys and values of prompt and completions, and needs a mask. Split attention
+    does not, but where a sliding window hides a part of the prompt."""
+    if not w.split:
+        return d.layers
+    return d.windowed if d.window < w.tokens + w.span + w.answer else 0
+
+
+def replay_bytes(d: Decoder, w: Workload, adapters: bool) -> int:
+    """Kept by the replay of the completions, with the rows that its output layer reads."""
+    new = w.group * w.answer
+    if not new:
+        return 0
+    joined, apart = (
+        pass_bytes(d, w.rows, new, past, past > 0, adapters, w.recomputed) for past in (w.tokens + w.span, 0)
+    )
+    return apart + (joined - apart) * joined_layers(d, w) // d.layers + head_rows(d, w.rows * new)
+
+
 def _free_running(d: Decoder, w: Workload, adapters: bool) -> list[Phase]:
     """Stage 2: prompt, replay of the completions, and the recurrence. Backward goes the other way round."""
     recomputed, steps_recomputed = w.recomputed, w.memory == "checkpointed"
@@ -304,8 +323,8 @@ def _free_running(d: Decoder, w: Workload, adapters: bool) -> list[Phase]:
 
     prompt = saved(w.tokens, 0, w.padded, recomputed, keys_only=True)
     span = saved(w.span, w.tokens, True, recomputed) if w.latents and replay else 0
-    # The replay, and the rows that its output layer reads.
-    branches = saved(replay, columns, True, recomputed) + head_rows(d, w.rows * replay) if replay else 0
+    branches = replay_bytes(d, w, adapters)
+    behind = columns if joined_layers(d, w) else 0
     logits = LOGIT_BYTES * d.vocab * chunk_rows(d, w.rows * replay)
     before = prompt + span + branches
     # As long as the forward pass runs, its last states are there too.
@@ -330,7 +349,7 @@ def _free_running(d: Decoder, w: Workload, adapters: bool) -> list[Phase]:
         ]
     found += [
         Phase("output layer, backward", before + logits, "all" if free else "head", steps_only=free),
-        Phase("replay, backward", prompt + span + layer(replay, columns, True, recomputed), "all", True),
+        Phase("replay, backward", prompt + span + layer(replay, behind, behind > 0, recomputed), "all", True),
         Phase("prompt, backward", prompt + layer(w.tokens, 0, w.padded, recomputed, keys_only=True), "all"),
     ]
     return found

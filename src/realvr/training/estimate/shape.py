@@ -11,6 +11,7 @@ from typing import Literal
 
 from torch import nn
 
+from realvr.backbone import fused_norms
 from realvr.backbone.fused_layers import is_fused
 from realvr.families import Stock
 
@@ -67,6 +68,13 @@ class Decoder:
     """Norms of a layer over the whole width: two, or four (Gemma 3)."""
     wide_norms: bool = False
     """Norms that scale in 32 bits (Gemma 3)."""
+    fused_norms: bool = False
+    """Norms that keep nothing but their input, in its own type (``backbone.fused_norms``; on a CPU torch takes them
+    apart)."""
+    window: int = 0
+    """Columns that a layer with a sliding window sees."""
+    windowed: int = 0
+    """Number of those layers."""
     fused_gates: bool = False
     """Dense MLPs that make the output of their gate again (``backbone.gate_memory``)."""
     narrow_adapters: bool = False
@@ -96,6 +104,7 @@ def decoder_of(model: Stock) -> Decoder:
     names = [name for name, _ in layer.named_parameters()]
     norms = [module for name, module in layer.named_modules() if name.endswith("layernorm")]
     vision = config.vision_config
+    windowed = list(getattr(text, "layer_types", None) or ()).count("sliding_attention")
     experts = int(getattr(text, "num_experts", 0) or 0)
     grouped = any(".experts." in name for name in names)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -113,6 +122,9 @@ def decoder_of(model: Stock) -> Decoder:
         head_norms=any("q_norm" in name for name in names),
         norms=len(norms),
         wide_norms="Gemma" in type(norms[0]).__name__,
+        fused_norms=all(map(fused_norms.is_fused, norms)) and norms[0].weight.device.type != "cpu",
+        window=int(getattr(text, "sliding_window", None) or 0) if windowed else 0,
+        windowed=windowed,
         fused_gates=is_fused(layer.mlp),
         narrow_adapters=any(getattr(module, "keeps_input", False) for module in layer.modules()),
         itemsize=model.get_input_embeddings().weight.element_size(),
