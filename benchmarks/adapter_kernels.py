@@ -123,7 +123,7 @@ def tiles() -> None:
         weight = torch.randn(columns, rank, device="cuda")
         runs: dict[str, tuple[Callable[[], object], int]] = {
             "NARROW": (lambda x=x, w=weight: adapter_kernels.narrow(x, w), 1),
-            "WIDEN": (lambda x=x, w=weight, i=inner: adapter_kernels.widen(i[None], w.t(), 1.0, x, x), 2),
+            "WIDEN": (lambda x=x, w=weight, i=inner: adapter_kernels.widen(i[None], w.t(), 1.0, x), 2),
             "SUMMED": (lambda x=x, i=inner: adapter_kernels.summed(i, x), 1),
         }
         for name, (run, times) in runs.items():

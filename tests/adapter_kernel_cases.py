@@ -122,14 +122,14 @@ def definitions(rank: int, inputs: int, outputs: int, rows: int) -> dict[str, fl
         for turned in (False, True):
             right = SCALE * inner.double().t() @ x.double()
             note("summed", off(kernels.summed(inner, x, SCALE, turned), right.t() if turned else right))
-    for parts, based, keep in ((1, True, True), (3, True, False), (3, False, True), (1, False, False)):
+    for parts, turned, keep in ((1, False, True), (3, False, False), (7, True, True), (1, True, False)):
         inner = held(noise(parts * rows, rank)).view(parts, rows, rank)
-        weight = held(noise(rank, outputs)) if based else held(noise(outputs, rank)).t()
+        weight = held(noise(outputs, rank)).t() if turned else held(noise(rank, outputs))
         update = SCALE * inner.double().sum(0) @ weight.double()
-        base = held(noise(rows, outputs), BF16) if based else None
-        right = update if base is None else base.double() + update
-        out, kept = kernels.widen(inner, weight, SCALE, base, x, keep)
-        assert out.dtype == BF16 and (base is None or (out is base and bool(base._base.isnan().sum() == 2 * outputs)))  # type: ignore[union-attr]
+        base = held(noise(rows, outputs), BF16)
+        right = base.double() + update
+        out, kept = kernels.widen(inner, weight, SCALE, base, keep)
+        assert out is base and out.dtype == BF16 and bool(base._base.isnan().sum() == 2 * outputs)  # type: ignore[union-attr]
         assert (kept is not None) == keep
         note("widen", off(out, right))
         if kept is not None:
@@ -160,11 +160,25 @@ def first(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     return wrapped
 
 
-def column_of_base(widen: Any, inner: Any, weight: Any, scale: float, base: Any, like: Any, keep: bool) -> Any:
-    before = 0 if base is None else base[:, -1].clone()
-    out, kept = widen(inner, weight, scale, base, like, keep)
+def column_of_base(widen: Any, inner: Any, weight: Any, scale: float, base: Any, keep: bool = False) -> Any:
+    before = base[:, -1].clone()
+    out, kept = widen(inner, weight, scale, base, keep)
     out[:, -1] = before
     return out, kept
+
+
+def lost(when: Callable[[Tensor, bool], bool]) -> Callable[..., Any]:
+    """`widen` that gives zeros for some weights and keeps."""
+
+    def wrapped(widen: Any, inner: Any, weight: Any, scale: float, base: Any, keep: bool = False) -> Any:
+        out, kept = widen(inner, weight, scale, base, keep)
+        return out.zero_() if when(weight, keep) else out, kept
+
+    return wrapped
+
+
+def without_base(widen: Any, inner: Any, weight: Any, scale: float, base: Any, keep: bool = False) -> Any:
+    return widen(inner, weight, scale, base.zero_(), keep)
 
 
 def first_part_kept(widen: Any, inner: Tensor, *given: Any, **options: Any) -> Any:
@@ -226,7 +240,10 @@ BROKEN: dict[str, Callable[[], Any]] = {
     "narrow, scale": broken("narrow", lambda right, x, w, *scale: right(x, w)),
     "narrow, a part": broken("narrow", lambda right, *given: right(*given)[:-1]),
     "narrow, not a number": broken("narrow", lambda right, *given: last_lost(right(*given), math.nan)),
-    "widen, base": broken("widen", lambda right, i, w, s, base, like, keep: right(i, w, s, None, like, keep)),
+    "widen, base": broken("widen", without_base),
+    "widen, without gradient": broken("widen", lost(lambda weight, keep: not keep)),
+    "widen, with gradient": broken("widen", lost(lambda weight, keep: keep and weight.stride(1) != 1)),
+    "widen, backward": broken("widen", lost(lambda weight, keep: weight.stride(1) == 1)),
     "widen, last column": broken("widen", column_of_base),
     "widen, last row": broken("widen", first(last_lost)),
     "widen, scale": broken("widen", lambda right, i, w, s, *more, **keep: right(i, w, 1.0, *more, **keep)),
@@ -250,9 +267,9 @@ def adapted(rank: int, inputs: int, outputs: int, rows: int, x: Tensor | None = 
     down, up = torch.empty(rank, inputs), torch.empty(outputs, rank)
     for keep in (False, True):
         parts = kernels.narrow(x, down.t())
-        kept = kernels.widen(parts, up.t(), SCALE, out, x, keep)[1]
+        kept = kernels.widen(parts, up.t(), SCALE, out, keep)[1]
     parts = kernels.narrow(out, up, SCALE)
-    kernels.widen(parts, down, 1.0, torch.empty_like(x, memory_format=torch.contiguous_format), x, True)
+    kernels.widen(parts, down, 1.0, torch.empty_like(x, memory_format=torch.contiguous_format), True)
     assert kept is not None
     kernels.summed(kept, out, SCALE, turned=True)
     kernels.summed(kept, x)
@@ -270,7 +287,7 @@ def compile_all() -> None:
                 for rows in (3, 1200):
                     adapted(rank, inputs, outputs, rows)
             adapted(64, 3584, 18944, 1)
-            kernels.widen(torch.empty(1, 75, 16), torch.empty(16, 3584), 1.0, None, torch.empty(1, dtype=BF16))
+            kernels.widen(torch.empty(1, 75, 16), torch.empty(16, 3584), 1.0, torch.empty(75, 3584, dtype=BF16))
         for kernel in ("narrow", "widen", "summed"):
             print(f"{kernel} {arch} {max(shared for name, shared in driver.loaded if name == kernel) / 2**10}")
 
@@ -300,7 +317,7 @@ def launched() -> None:
         inner, weight = torch.empty(2, 16, 4), torch.empty(4, 64)
         for kind in (BF16, torch.float16, torch.float32):  # of the same kernel, and a scale of 1
             for scale in (2.0, 1.0, 1.0):
-                kernels.widen(inner, weight, scale, None, torch.empty(1, dtype=kind))
+                kernels.widen(inner, weight, scale, torch.empty(16, 64, dtype=kind))
                 kernels.summed(inner[0], torch.empty(16, 64, dtype=kind), scale)
     made = len(driver.loaded)
     with changed(_launch=as_on_a_gpu, _kernels=None, _processors=lambda _: 8, TERMS=64):  # Triton is not asked again

@@ -104,6 +104,12 @@ def _plain(adapted: Any, x: Tensor, grad: Tensor, launched: list[str]) -> tuple[
     return learnt(adapted, x.requires_grad_(), grad, adapted), FORWARD + BACKWARD
 
 
+def _changed_in_place(adapted: Any, x: Tensor, grad: Tensor, launched: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """What activations and residual sums may do to an output."""
+    found = learnt(adapted, x.requires_grad_(), grad, lambda x: adapted(x).add_(0))
+    return found, FORWARD + BACKWARD
+
+
 def _without_gradient(adapted: Any, x: Tensor, grad: Tensor, launched: list[str]) -> tuple[dict[str, Any], list[str]]:
     with torch.no_grad():
         return {"out": adapted(x)}, FORWARD
@@ -131,6 +137,7 @@ def _frozen(what: str, names: list[str]) -> Callable[..., tuple[dict[str, Any], 
 
 WAYS = {
     "plain": _plain,
+    "output changed in place": _changed_in_place,
     "turned input": _plain,
     "one gradient for all": _plain,
     "without gradient": _without_gradient,

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,13 +67,13 @@ def test_numbers() -> None:
 def test_broken_kernels_are_refused() -> None:
     found = cases("adapter_kernel_cases", "refused", **INTERPRETED)
     assert {"right", "right, rank 1", "sums in 16 bits", "widen, base", "summed, not a number"} <= set(found)
-    assert len(found) == 23 and not any(found.values()), found
+    assert len(found) == 26 and not any(found.values()), found
 
 
 def test_layers() -> None:
     """Output and gradients, in all ways in which layers are called in training."""
     found = cases("adapter_layer_cases", "wired", **INTERPRETED)
-    assert len(found) == 4 * 11 and all(error < 4e-6 for error in found.values()), found
+    assert len(found) == 4 * 12 and all(error < 4e-6 for error in found.values()), found
 
 
 @pytest.mark.slow
@@ -87,6 +88,35 @@ def test_a_launch_takes_the_compiled_kernel_that_triton_would_take(tmp_path: Pat
     for."""
     (said,) = cases("adapter_kernel_cases", "launched", TRITON_CACHE_DIR=str(tmp_path))
     assert said.startswith("launches")
+
+
+def test_each_device_has_compiled_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handle that belongs to another GPU must not be launched."""
+    asked: list[torch.device] = []
+    used: list[tuple[torch.device, torch.device]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Callable[..., Any]:
+            def compile_for(x: Tensor, *_: Any, **__: Any) -> Any:
+                asked.append(x.device)
+                return Made(x.device)
+
+            return compile_for
+
+    class Made:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return lambda x, *_: used.append((self.device, x.device))
+
+    monkeypatch.setattr(adapter_kernels, "_kernels", lambda: SimpleNamespace(narrow=Kernel()))
+    monkeypatch.setattr(adapter_kernels, "_compiled", {})
+    monkeypatch.setattr(adapter_kernels, "_processors", lambda _: 4)
+    for place in ("cpu", "meta") * 2:
+        adapter_kernels.narrow(torch.empty(3, 64, dtype=BF16, device=place), torch.empty(64, 16, device=place))
+    assert [device.type for device in asked] == ["cpu", "meta"]
+    assert len(used) == 2 and all(made == given for made, given in used)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realvr.errors import out_of_memory
+from realvr.errors import UserError, out_of_memory
 
 MOST_RANK = 64
 FEW = 16
@@ -75,7 +75,12 @@ def _launch(
             known[(*grid, 1)](*tensors, *numbers, *fixed.values())
             return
         kernel = getattr(_kernels(), name)
-        made = kernel[grid](*tensors, *numbers, **fixed, num_warps=WARPS, num_stages=STAGES)
+        try:
+            made = kernel[grid](*tensors, *numbers, **fixed, num_warps=WARPS, num_stages=STAGES)
+        except Exception as error:  # compilers fail in many ways
+            if out_of_memory(error):
+                raise
+            raise UserError(f"{_brief(error)}; lora.kernels: false trains without our kernels") from error
     if aligned and made is not None:  # Triton's interpreter makes nothing
         _compiled[key] = made
 
@@ -100,30 +105,28 @@ def narrow(x_NC: Tensor, weight_CR: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def widen(
-    inner_PNR: Tensor, weight_RC: Tensor, scale: float, base_NC: Tensor | None, like: Tensor, keep: bool = False
+    inner_PNR: Tensor, weight_RC: Tensor, scale: float, base_NC: Tensor, keep: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """``base + scale * inner @ weight`` in the format of ``like``, rounded once, and with ``keep`` the sum of the parts
+    """``base + scale * inner @ weight`` in the format of ``base``, rounded once, and with ``keep`` the sum of the parts
     (N, R). ``base`` is contiguous and is written over."""
     parts, rows, rank = inner_PNR.shape
     columns = weight_RC.shape[1]
     tile, block = min(WIDEN[0], _power(rows)), WIDEN[1]
-    out = like.new_empty(rows, columns) if base_NC is None else base_NC
     whole = inner_PNR.new_empty(rows, rank) if keep and parts > 1 else None
     _launch(
         "widen",
         (_ceil(rows, tile), _ceil(columns, block)),
-        (inner_PNR, weight_RC, out, inner_PNR if whole is None else whole),
-        (rows, columns, rank, scale, *weight_RC.stride()),
+        (inner_PNR, weight_RC, base_NC, inner_PNR if whole is None else whole),
+        (rows, columns, rank, parts, scale, *weight_RC.stride()),
         {
             "ROWS": tile,
             "COLUMNS": block,
             "RANK": _power(rank),
-            "PARTS": parts,
-            "BASE": base_NC is not None,
+            "PARTS": 1 << (parts - 1).bit_length(),  # or there would be a kernel for every number of parts
             "KEEP": whole is not None,
         },
     )
-    return out, inner_PNR[0] if keep and whole is None else whole
+    return base_NC, inner_PNR[0] if keep and whole is None else whole
 
 
 def summed(inner_NR: Tensor, x_NC: Tensor, scale: float = 1.0, turned: bool = False) -> Tensor:
@@ -167,8 +170,9 @@ def _processors(device: torch.device) -> int:
 
 # ---------------------------------------------------------------------- compared with the definition
 
-COMPARED = (3, 75, 1200)
-"""Rows: of a latent step, of a decoding step, of a prompt."""
+COMPARED = (1, 3, 20, 75, 1200)
+"""Rows: of latent steps, of decoding steps, of a prompt; every size of tile, and a single row, which is a case of its
+own."""
 
 
 @torch.no_grad()
@@ -185,7 +189,7 @@ def wrong(device: torch.device, rank: int, inputs: int, outputs: int) -> str:
     except Exception as error:  # compilers fail in many ways
         if out_of_memory(error):
             raise
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        return _brief(error.__cause__ if isinstance(error, UserError) and error.__cause__ else error)
     return "" if gap <= TOLERANCE else f"relative error {gap:.1e}"
 
 
@@ -199,22 +203,30 @@ def gaps(
         return torch.randn(*size, generator=numbers, device=device)
 
     x, grad, base = (noise(rows, size).to(dtype) for size in (inputs, outputs, outputs))
+    of_base = noise(rows, inputs).to(dtype)
     down, up = noise(rank, inputs) / math.sqrt(inputs), noise(outputs, rank)
     wide_x, wide_grad, wide_down, wide_up = (t.double() for t in (x, grad, down, up))
     inner, back = wide_x @ wide_down.t(), 3 * wide_grad @ wide_up
-    right = base.double() + 3 * inner @ wide_up.t()
+    right, right_of_x = base.double() + 3 * inner @ wide_up.t(), of_base.double() + back @ wide_down
     parts, parts_back = narrow(x, down.t()), narrow(grad, up, 3.0)
-    out, found_inner = widen(parts, up.t(), 3.0, base, base, keep=True)
-    of_x, found_back = widen(parts_back, down, 1.0, None, x, keep=True)
+    # As layers call it: forward without gradient and with it, backward.
+    still, _ = widen(parts, up.t(), 3.0, base.clone())
+    out, found_inner = widen(parts, up.t(), 3.0, base, keep=True)
+    of_x, found_back = widen(parts_back, down, 1.0, of_base, keep=True)
     assert found_inner is not None and found_back is not None
     return [
         _apart(found_inner, inner),
         _apart(found_back, back),
+        _beyond(still, right),
         _beyond(out, right),
-        _beyond(of_x, back @ wide_down),
+        _beyond(of_x, right_of_x),
         _apart(summed(found_inner, grad, 3.0, turned=True), 3 * wide_grad.t() @ inner),
         _apart(summed(found_back, x), back.t() @ wide_x),
     ]
+
+
+def _brief(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
 def max_of(gaps: list[float]) -> float:

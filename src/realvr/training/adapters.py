@@ -58,6 +58,8 @@ class Adapters:
 
         layers = [module for module in self.peft.modules() if isinstance(module, ThinLinear)]
         why = {widths: adapter_kernels.wrong(device, self.rank, *widths) for widths in {each.widths for each in layers}}
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # of the comparison, in float64
         for layer in layers:
             layer.kernels = None if why[layer.widths] else device
         for reason in sorted({text for text in why.values() if text}):

@@ -111,8 +111,9 @@ def _forward(
     x_NI = _contiguous_rows(x)
     inner_PNR = adapter_kernels.narrow(x_NI, down_RI.t())
     out_NO = F.linear(x_NI, weight_OI, bias_O)
-    out_NO, inner_NR = adapter_kernels.widen(inner_PNR, up_OR.t(), scaling, out_NO, x, keep)
-    return out_NO.view(*x.shape[:-1], len(weight_OI)), inner_NR
+    out_NO, inner_NR = adapter_kernels.widen(inner_PNR, up_OR.t(), scaling, out_NO, keep)
+    # No view: what a node returns as one must not be changed in place.
+    return torch.ops.aten._unsafe_view.default(out_NO, (*x.shape[:-1], len(weight_OI))), inner_NR
 
 
 def _contiguous_rows(x: Tensor) -> Tensor:
@@ -155,7 +156,7 @@ class _Adapted(torch.autograd.Function):
         if of_x or of_down:
             grad_PNR = adapter_kernels.narrow(grad_NO, up_OR, ctx.scaling)
             if of_x:
-                grad_x, grad_NR = adapter_kernels.widen(grad_PNR, down_RI, 1.0, grad_NO @ weight_OI, x, keep=of_down)
+                grad_x, grad_NR = adapter_kernels.widen(grad_PNR, down_RI, 1.0, grad_NO @ weight_OI, keep=of_down)
                 grad_x = grad_x.view(x.shape)
             else:
                 grad_NR = grad_PNR.sum(0)

@@ -77,6 +77,7 @@ def widen(
     rows,
     columns,
     rank,
+    parts,
     scale,
     weight_r,
     weight_c,
@@ -84,19 +85,19 @@ def widen(
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
     PARTS: tl.constexpr,
-    BASE: tl.constexpr,
     KEEP: tl.constexpr,
 ) -> None:
-    """(N, R) by (R, C): some rows and columns, the parts of the first factor added up; they go to ``whole`` on the way.
-    With ``BASE`` it is added to what is there."""
+    """(N, R) by (R, C), added to what is in ``out``: some rows and columns. The ``parts`` of the first factor, at most
+    ``PARTS``, are added up on the way; their sum goes to ``whole``."""
     tile, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, r = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, RANK)
     c = block * COLUMNS + tl.arange(0, COLUMNS)
     there, ranked, inside = (row < rows)[:, None], (r < rank)[None, :], c < columns
     at = row[:, None] * rank + r[None, :]
-    left = tl.zeros([ROWS, RANK], tl.float32)
-    for part in tl.static_range(PARTS):
-        left += tl.load(inner + part * rows * rank + at, mask=there & ranked, other=0.0)
+    left = tl.load(inner + at, mask=there & ranked, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        place = part * rows * rank + at
+        left += tl.load(inner + place, mask=there & ranked & (place < parts * rows * rank), other=0.0)
     if KEEP:  # noqa: SIM102 (known when it is compiled)
         if block == 0:
             tl.store(whole + at, left, mask=there & ranked)
@@ -104,8 +105,7 @@ def widen(
     right = tl.load(place, mask=(r < rank)[:, None] & inside[None, :], other=0.0)
     found = tl.dot(left, right, input_precision="tf32x3") * scale
     into = row[:, None] * columns + c[None, :]
-    if BASE:
-        found += tl.load(out + into, mask=there & inside[None, :], other=0.0).to(tl.float32)
+    found += tl.load(out + into, mask=there & inside[None, :], other=0.0).to(tl.float32)
     tl.store(out + into, found.to(out.dtype.element_ty), mask=there & inside[None, :])
 
 
