@@ -18,9 +18,10 @@ yardstick is smaller.
 
 Fast paths (`parity_paths.py`) are held against the plain path, gradients included: decoding in static shapes and as
 CUDA graphs, rollouts of several prompts, deferred weight gradients, adapters, attention inside packed
-examples, the padded vision tower, fused layers, split attention of replays and latent steps, recorded spans. Texts must
-be the same in float32. Notices say where a path does not apply. On a GPU it is an error too if a kernel of our own was
-never launched, or was left out.
+examples, the padded vision tower, fused layers, split attention of replays and latent steps, recorded spans; and all
+of them together, as they are on by default. Texts must be the same in float32. Notices say where a path does not apply.
+It is an error too if steps that should be recorded were not, or on a GPU if a kernel of our own was never launched, or
+was left out.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from realvr.backbone import FAMILIES, Backbone, Probe, Prompt, Turn, decode_kern
 from realvr.backbone.prompts import tail  # noqa: E402
 from realvr.latent import Sampling, extend, prefill, score, splice, think, trajectory  # noqa: E402
 from realvr.latent.group_rollout import rollout  # noqa: E402
+from realvr.training import adapter_kernels  # noqa: E402
 from realvr.zoo.tiny import build  # noqa: E402
 
 K = 8
@@ -304,7 +306,9 @@ def prepare(family: str, root: Path) -> Path:
     return backbone.save(root / f"{family}-marked")
 
 
-def check_family(family: str, root: Path, device: str, dtypes: list[torch.dtype], paths: str) -> list[Line]:
+def check_family(
+    family: str, root: Path, device: str, dtypes: list[torch.dtype], paths: str, idle: list[str]
+) -> list[Line]:
     path = prepare(family, root)
     lines = []
     for dtype in dtypes:
@@ -315,10 +319,11 @@ def check_family(family: str, root: Path, device: str, dtypes: list[torch.dtype]
                 return Backbone.load(path, dtype=dtype, device=device)
 
             buffers = {"columns": 64, "tokens": 8}  # narrow, so that prompts and completions cross their sizes
-            lines += fast_lines(family, name, parity_paths.Paths(load, dtype, device, questions, buffers=buffers))
+            fast = parity_paths.Paths(load, dtype, device, questions, buffers=buffers)
+            lines += fast_lines(family, name, fast, idle)
         if paths == "fast":
             continue
-        ours = Backbone.load(path, dtype=dtype, device=device)
+        ours = Backbone.load(path, dtype=dtype, device=device, fast_vision=False)
         truth = Stock(ours, path, FLOAT32, "cpu")
         yard = Stock(ours, path, dtype, device) if dtype != FLOAT32 else None
         found = dict(forward_checks(ours, truth, yard))
@@ -328,10 +333,12 @@ def check_family(family: str, root: Path, device: str, dtypes: list[torch.dtype]
     return lines
 
 
-def fast_lines(family: str, dtype: str, paths: parity_paths.Paths) -> list[Line]:
+def fast_lines(family: str, dtype: str, paths: parity_paths.Paths, idle: list[str]) -> list[Line]:
+    """And, in ``idle``, what was not run as it should be."""
     lines = [judged(family, dtype, check, *three) for check, three in paths.checks().items()]
     for note in paths.notes:
         print(f"{family}, {dtype}: {note}", flush=True)
+    idle += [f"{family}, {dtype}: {each}" for each in paths.idle]
     return lines
 
 
@@ -349,14 +356,15 @@ def judged(family: str, dtype: str, check: str, mine: Tensor, right: Tensor, sto
 
 
 def table(lines: list[Line]) -> str:
-    head = f"{'family':16} {'dtype':9} {'check':40} {'max abs':>9} {'relative':>9} {'stock':>9} {'allowed':>9}"
+    width = max(len(line.check) for line in lines) + 1
+    head = f"{'family':16} {'dtype':9} {'check':{width}} {'max abs':>9} {'relative':>9} {'stock':>9} {'allowed':>9}"
     rows = [head, "-" * (len(head) + 6)]
     for line in lines:
         measure = CHECKS[line.check][0]
         marks = ("*", " ") if measure == "absolute" else (" ", "*")
         stock = "" if line.yardstick is None else f"{line.yardstick:.1e}"
         rows.append(
-            f"{line.family:16} {line.dtype:9} {line.check:40}"
+            f"{line.family:16} {line.dtype:9} {line.check:{width}}"
             f" {line.absolute:8.1e}{marks[0]} {line.relative:8.1e}{marks[1]} {stock:>8}"
             f" {line.tolerance:9.1e}  {'PASS' if line.ok else 'FAIL'}"
         )
@@ -391,33 +399,37 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     lines: list[Line] = []
+    idle: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
         for family in options.families:
             began = time.perf_counter()
             dtypes = [getattr(torch, name) for name in options.dtypes]
-            lines += check_family(family, Path(scratch), options.device, dtypes, options.paths)
+            lines += check_family(family, Path(scratch), options.device, dtypes, options.paths, idle)
             told(family, lines, began)
         torch.set_num_threads(min(8, os.cpu_count() or 1))
         for preset in options.wide:
             began = time.perf_counter()
             for name in options.dtypes:
                 paths = parity_paths.wide(preset, options.layers, getattr(torch, name), options.device)
-                lines += fast_lines(preset, name, paths)
+                lines += fast_lines(preset, name, paths, idle)
             told(preset, lines, began)
     where = torch.cuda.get_device_name() if options.device.startswith("cuda") else options.device
     print(f"\ntorch {torch.__version__}, transformers {transformers.__version__}, on {where}")
     launched = ", ".join(f"{count} x {name}" for name, count in decode_kernels.launched.items())
     why = decode_kernels.why_not()
     print(f"kernels of our own, run or recorded: {launched or 'none'}; {why or 'none was left out'}")
+    print(f"those of adapters: {', '.join(f'{n} x {name}' for name, n in adapter_kernels.launched.items()) or 'none'}")
     print(table(lines))
     failed = [line for line in lines if not line.ok]
     print(f"{len(lines) - len(failed)} of {len(lines)} within tolerance")
     missing = (
         options.device.startswith("cuda") and options.paths != "plain" and (why or not _every_kernel(options.families))
     )
+    if idle:
+        print("not run as they should be, so that the plain path was compared with itself:", *idle, sep="\n  ")
     if missing:
         print("not every kernel of our own was used: the fast paths were not compared as they run elsewhere")
-    return 1 if failed or missing else 0
+    return 1 if failed or missing or idle else 0
 
 
 def _every_kernel(families: list[str]) -> bool:

@@ -24,13 +24,14 @@ ENDING = Sampling(max_new=24)
 ENDS = range(300, 420)
 """Ids that also end a completion, so that rows end at different steps."""
 MODES = ("static", "graph")
+ADAPTED = [f"{mode} decode with adapters{by_default}" for mode in MODES for by_default in ("", ", as by default")]
 
 # name -> (measure, float32 tolerance, bfloat16 floor); a floor of None means float32 only
 CHECKS: dict[str, tuple[str, float, float | None]] = {
-    **{f"{mode} decode with adapters: latents": ("relative", 1e-5, 0.05) for mode in MODES},
-    **{f"{mode} decode with adapters: log-probs": ("absolute", 1e-4, 0.2) for mode in MODES},
-    **{f"{mode} decode with adapters: texts": ("absolute", 0.0, None) for mode in MODES},
-    **{f"{mode} decode with adapters: after an update": ("relative", 1e-5, 0.05) for mode in MODES},
+    **{f"{way}: latents": ("relative", 1e-5, 0.05) for way in ADAPTED},
+    **{f"{way}: log-probs": ("absolute", 1e-4, 0.2) for way in ADAPTED},
+    **{f"{way}: texts": ("absolute", 0.0, None) for way in ADAPTED},
+    **{f"{way}: after an update": ("relative", 1e-5, 0.05) for way in ADAPTED},
     **{f"{mode} decode, rows move: log-probs": ("absolute", 1e-4, 0.2) for mode in MODES},
     **{f"{mode} decode, rows move: texts": ("absolute", 0.0, None) for mode in MODES},
     "graph decode after a failed recording: log-probs": ("absolute", 1e-4, 0.2),
@@ -39,36 +40,40 @@ CHECKS: dict[str, tuple[str, float, float | None]] = {
 
 
 @torch.no_grad()
-def with_adapters(paths: Paths, mode: str) -> Found:
-    """As Stage 2 with LoRA rolls out, before and after an update of the adapters in place."""
-    ours, truth = (
-        paths.load(dtype, str(device))
-        for dtype, device in ((paths.dtype, paths.device), (torch.float32, paths.truth.device))
+def with_adapters(paths: Paths, mode: str, default: bool = False) -> Found:
+    """As Stage 2 with LoRA rolls out, before and after an update of the adapters in place. ``default``: with all that
+    is on by default."""
+    ours, plain, truth = (
+        paths.load(paths.dtype, paths.device, default),
+        paths.load(paths.dtype, paths.device),
+        paths.load(torch.float32, str(paths.truth.device)),
     )
-    prompts, name = paths.ask(ours), f"{mode} decode with adapters"
-    adapters = [_adapted(backbone) for backbone in (ours, truth)]
+    prompts, name = paths.ask(ours), f"{mode} decode with adapters" + ", as by default" * default
+    adapters = {id(backbone): _adapted(backbone, default and backbone is ours) for backbone in (ours, plain, truth)}
     fast = FastDecode(ours, recorded=mode == "graph", **paths.buffers)
 
-    def sampled(fast: FastDecode | None) -> Rollout:
-        with adapters[0].still():
-            return rollout(ours, prompts, group=4, sampling=SAMPLING, seed=5, latents=K, fast=fast)
+    def sampled(backbone: Backbone, fast: FastDecode | None) -> Rollout:
+        with adapters[id(backbone)].still():
+            return rollout(backbone, prompts, group=4, sampling=SAMPLING, seed=5, latents=K, fast=fast)
 
-    found = _compared(paths, name, ours, truth, sampled(fast), sampled(None))
-    _adapt(ours, 2)
-    _adapt(truth, 2)
-    latents = [sampled(way).latents_BKD for way in (fast, None)]
+    with paths.adapting(name, {"narrow", "widen"} if default else set()):
+        mine = sampled(ours, fast)
+    found = _compared(paths, name, plain, truth, mine, sampled(plain, None))
+    for backbone in (ours, plain, truth):
+        _adapt(backbone, 2)
+    latents = [sampled(*way).latents_BKD for way in ((ours, fast), (plain, None))]
     right = think(truth, prefill(truth, truth.batch(prompts))[0], K)[1]
     found[f"{name}: after an update"] = (
         vectors(latents[:1]),
         vectors([right]),
         None if paths.exact else vectors(latents[1:]),
     )
-    paths.notes.append(f"{name}: " + ", ".join(f"{count} {what}" for what, count in fast.counts.items()))
+    paths.count(name, fast.counts, mode == "graph")
     return found
 
 
-def _adapted(backbone: Backbone) -> Adapters:
-    made = Adapters(backbone, LoraSettings(rank=4, alpha=8))
+def _adapted(backbone: Backbone, kernels: bool) -> Adapters:
+    made = Adapters(backbone, LoraSettings(rank=4, alpha=8, kernels=kernels))
     _adapt(backbone, 1)
     return made
 
@@ -102,7 +107,7 @@ def moving(paths: Paths, mode: str) -> Found:
     finally:
         ours.eos_ids = before
     name = f"{mode} decode, rows move"
-    paths.notes.append(f"{name}: " + ", ".join(f"{count} {what}" for what, count in fast.counts.items()))
+    paths.count(name, fast.counts, mode == "graph")
     found = _compared(paths, name, ours, truth, mine, plain, prompts)
     del found[f"{name}: latents"]
     return found
@@ -133,7 +138,7 @@ def after_a_failure(paths: Paths) -> Found:
     fast = FastDecode(ours, recorded=True, **paths.buffers)
     name = "graph decode after a failed recording"
     mine = sampled(fast)
-    paths.notes.append(f"{name}: " + ", ".join(f"{count} {what}" for what, count in fast.counts.items()))
+    paths.count(name, fast.counts, True)
     found = _compared(paths, name, ours, paths.truth, mine, sampled(None), prompts)
     del found[f"{name}: latents"]
     return found

@@ -10,28 +10,27 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import parity_adapters
 import parity_decode
 import parity_span
 import torch
-from parity_span import MEMORY, TRUNKS, flat, gradients_of, grown, vectors
-from torch import Tensor, nn
+from parity_span import MEMORY, TRUNKS, flat, gradients_of, grown, uneven_norms, vectors
+from torch import Tensor
 
-from realvr.backbone import Backbone, Probe, Prompt, small_kernels
+from realvr.backbone import Backbone, Probe, Prompt
+from realvr.backbone.automatic import Where
 from realvr.latent import Sampling, prefill, score, splice, think, trajectory
 from realvr.latent.fast import FastDecode
 from realvr.latent.group_rollout import Rollout, rollout
-from realvr.latent.modes import COLUMNS
-from realvr.latent.recorded_span import RecordedSpan
-from realvr.training import gradients, low_rank
-from realvr.training.adapters import Adapters
+from realvr.training import adapter_kernels, gradients
 from realvr.training.method import Step
 from realvr.training.methods.lvr_sft import LvrSft, LvrSftConfig
-from realvr.training.sections import LoraSettings
 from realvr.training.sft_batch import SftExample, pack_rows
 
 Found = dict[str, tuple[Tensor, Tensor, Tensor | None]]
@@ -51,16 +50,9 @@ CHECKS: dict[str, tuple[str, float, float | None]] = {
     "rollout together = alone: texts": ("absolute", 0.0, None),
     **{f"deferred gradients, {memory}": ("relative", 1e-4, 0.1) for memory in MEMORY},
     "deferred gradients, in place": ("relative", 1e-4, 0.1),
-    "thin adapters: states": ("relative", 1e-6, 0.01),
-    "thin adapters: gradients": ("relative", 1e-5, 0.02),
-    "adapters as one node: states": ("relative", 1e-6, 0.01),
-    "adapters as one node: gradients": ("relative", 1e-5, 0.02),
-    "adapters by kernels: left out": ("absolute", 0.0, 0.0),
-    "adapters by kernels: states": ("relative", 1e-5, 0.02),
-    "adapters by kernels: gradients": ("relative", 1e-4, 0.1),
-    "adapters by kernels: gradients of one layer": ("relative", 1e-5, 1e-5),
-    "packed rows: loss": ("relative", 1e-5, 0.02),
-    "packed rows: gradients": ("relative", 1e-4, 0.1),
+    **parity_adapters.CHECKS,
+    **{f"{rows}: loss": ("relative", 1e-5, 0.02) for rows in ("packed rows", "packed rows, as by default")},
+    **{f"{rows}: gradients": ("relative", 1e-4, 0.1) for rows in ("packed rows", "packed rows, as by default")},
     "fast vision: tokens": ("relative", 1e-5, 0.02),
     "fused layers: states": ("relative", 1e-5, 0.05),
     "fused layers: latents, decoded fast": ("relative", 1e-5, 0.05),
@@ -76,6 +68,7 @@ CHECKS: dict[str, tuple[str, float, float | None]] = {
 _NOTICE = re.compile(
     "fast decoding|recorded span|split attention|fast vision|fused layers|decoding kernels|adapters of"
 )
+_STAGE1 = ("loss", "gradients")
 Load = Callable[[torch.dtype, str], Backbone]
 
 
@@ -92,13 +85,40 @@ class Paths:
         buffers: Mapping[str, int] | None = None,
         group: int = GROUP,
     ) -> None:
-        self.load, self.dtype, self.device, self.ask, self.group = load, dtype, device, ask, group
+        self._load, self.dtype, self.device, self.ask, self.group = load, dtype, device, ask, group
         self.buffers = buffers or {}
-        self.ours = load(dtype, device)
-        self.truth = load(torch.float32, right_on)
+        self.ours = self.load(dtype, device)
+        self.truth = self.load(torch.float32, right_on)
         self.exact = dtype == torch.float32
         self.notes: list[str] = []
-        """Where a fast path did not apply, and why."""
+        """What was run in which way; where a fast path did not apply, and why."""
+        self.idle: list[str] = []
+        """Checks of recorded steps in which something else ran: they compare the plain path with itself."""
+        self.dense = Where.of(self.ours).dense
+        self._falls_back = self.exact and not self.dense and self.device.startswith("cuda")
+        """In float32 torch's products of experts ask the host."""
+
+    def load(self, dtype: torch.dtype, device: str, fast: bool = False) -> Backbone:
+        """Without the fast paths of the model itself, or with those that it has by default on a GPU."""
+        backbone = self._load(dtype, device)
+        backbone.fast_vision, backbone.fused_layers = fast, fast and Where.of(backbone).dense
+        return backbone
+
+    def count(self, check: str, counts: Counter[str], recorded: bool) -> None:
+        """Notes what ran; ``recorded``: it should have been replayed throughout."""
+        said = ", ".join(f"{count} {what}" for what, count in counts.items())
+        self.notes.append(f"{check}: {said}")
+        if recorded and not self._falls_back and not throughout(counts):
+            self.idle.append(f"{check}: {said or 'nothing ran'}")
+
+    @contextmanager
+    def adapting(self, check: str, kernels: set[str]) -> Iterator[None]:
+        """Notes if these kernels for adapters did not all run, where they should."""
+        before = adapter_kernels.launched.copy()
+        yield
+        missing = kernels - (adapter_kernels.launched - before).keys()
+        if missing and not self.exact and self.device.startswith("cuda"):
+            self.idle.append(f"{check}: adapters ran without the kernels {', '.join(sorted(missing))}")
 
     def checks(self) -> Found:
         """Everything that this device can run."""
@@ -106,18 +126,19 @@ class Paths:
         with self._noting():
             for mode in ("static", "graph") if self.device.startswith("cuda") else ("static",):
                 found |= self.decoding(mode)
-                found |= parity_decode.with_adapters(self, mode) | parity_decode.moving(self, mode)
+                found |= parity_decode.with_adapters(self, mode) | parity_decode.with_adapters(self, mode, default=True)
+                found |= parity_decode.moving(self, mode)
                 if mode == "graph":
                     found |= parity_decode.after_a_failure(self)
             if self.exact:
                 found |= self.together()
             found |= self.deferred()
-            found |= self.adapters()
+            found |= parity_adapters.adapters(self)
             found |= self.packed()
             found |= self.vision()
             found |= self.layers()
             found |= self.replay()
-            found |= self.span() | parity_span.split_steps(self)
+            found |= parity_span.spans(self) | parity_span.split_steps(self)
         return found
 
     @contextmanager
@@ -158,7 +179,7 @@ class Paths:
         first = self._sampled(prompts, 3, fast).tensors()
         found[f"{mode} decode: the same again"] = (flat([again, logp]), flat([first[0], first[2]]), None)
         found[f"{mode} decode: after an update"] = self._updated(prompts, fast)
-        self.notes.append(f"{mode} decode: " + ", ".join(f"{count} {what}" for what, count in fast.counts.items()))
+        self.count(f"{mode} decode", fast.counts, mode == "graph")
         return found
 
     def _updated(self, prompts: list[Prompt], fast: FastDecode) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -192,7 +213,7 @@ class Paths:
 
     def deferred(self) -> Found:
         """Weight gradients of latent steps multiplied out together; the matrices of tiny models take part too."""
-        ours, deferral = self._deferring()
+        ours, deferral = self.deferring(self.load(self.dtype, self.device))
         found: Found = {}
         for memory in MEMORY:
             right = self._gradient(self.truth, memory)
@@ -203,10 +224,9 @@ class Paths:
         found["deferred gradients, in place"] = (straight, right, stock)
         return found
 
-    def _deferring(self) -> tuple[Backbone, gradients.Deferral]:
+    def deferring(self, ours: Backbone) -> tuple[Backbone, gradients.Deferral]:
         before, gradients.LEAST = gradients.LEAST, 0
         try:
-            ours = self.load(self.dtype, self.device)
             ours.freeze_vision()
             deferral = gradients.defer_gradients(ours.model)
         finally:
@@ -215,29 +235,6 @@ class Paths:
             plain.freeze_vision()
         assert deferral is not None
         return ours, deferral
-
-    def span(self) -> Found:
-        """Latent steps with gradient, recorded forward and backward: with all weights trained, and with adapters."""
-        ours, _ = self._deferring()
-        found = self._recorded(parity_span.RECORDED, ours, self.ours, self.truth)
-        ours = self._with_adapters(self.dtype, self.device)
-        truth = self._with_adapters(torch.float32, str(self.truth.device))
-        return found | self._recorded(parity_span.ADAPTED, ours, ours, truth)
-
-    def _recorded(self, ways: Mapping[str, bool], ours: Backbone, plain: Backbone, truth: Backbone) -> Found:
-        found: Found = {}
-
-        def run(backbone: Backbone, recorded: RecordedSpan | None = None, split: bool = False) -> dict[str, Tensor]:
-            return parity_span.measured(backbone, self.ask(backbone)[:2], recorded, split)
-
-        right, stock = run(truth), None if self.exact else run(plain)
-        for how, split in ways.items():
-            recorded = parity_span.recorder(ours, self.buffers.get("columns", COLUMNS))
-            mine = run(ours, recorded, split)
-            self.notes.append(f"{how}: " + ", ".join(f"{count} {what}" for what, count in recorded.counts.items()))
-            found |= {f"{how}: {name}": (mine[name], right[name], stock and stock[name]) for name in mine}
-            recorded.release()
-        return found
 
     def _gradient(self, backbone: Backbone, memory: Any, in_place: bool = False) -> Tensor:
         """Of a scalar of all latents and of an answer, by all trained parameters."""
@@ -249,81 +246,19 @@ class Paths:
         logp, _, _ = score(backbone, after, ids[:, None], checkpointed=memory == "checkpointed")
         return gradients_of(backbone, (z_BKD.float() * weight).sum() + logp.sum(), in_place)
 
-    def adapters(self) -> Found:
-        """Our ways through an adapted layer against peft's, on the same device; kernels of our own against float32 too.
-        They are for 16 bits on a GPU. In float32 there is no copy to spare either."""
-        from peft.tuners.lora import Linear
-
-        ours = self._with_adapters(self.dtype, self.device, kernels=False)
-        runs = {"thin adapters": self._adapted(ours)}
-        if not self.exact:
-            with _small_is_large():
-                runs["adapters as one node"] = self._adapted(ours)
-        for module in ours.model.modules():
-            if isinstance(module, Linear):
-                module.__class__ = Linear
-        theirs = self._adapted(ours)
-        parts = ("states", "gradients")
-        found: Found = {
-            f"{name}: {part}": (a, b, None)
-            for name, run in runs.items()
-            for part, a, b in zip(parts, run, theirs, strict=True)
-        }
-        if not self.exact and self.device != "cpu":
-            fast = self._with_adapters(self.dtype, self.device)
-            layers = [module for module in fast.model.modules() if isinstance(module, Linear)]
-            left_out = torch.tensor([float(getattr(layer, "kernels", None) is None) for layer in layers])
-            found["adapters by kernels: left out"] = (left_out, torch.zeros_like(left_out), None)
-            right = self._adapted(self._with_adapters(torch.float32, str(self.truth.device)))
-            several = zip(parts, self._adapted(fast), right, theirs, strict=True)
-            found |= {f"adapters by kernels: {part}": three for part, *three in several}
-            found["adapters by kernels: gradients of one layer"] = self._one_layer()
-        return found
-
-    def _one_layer(self) -> tuple[Tensor, Tensor, None]:
-        """Gradients of an adapter behind many rows, against float64: what the base model rounds is not in them."""
-        rows, inputs, outputs, rank, scaling = 16384, 384, 256, 16, 2.0
-        generator = torch.Generator().manual_seed(13)
-
-        def noise(*size: int) -> Tensor:
-            return torch.randn(*size, generator=generator).to(self.device)
-
-        base = nn.Linear(inputs, outputs, bias=False).to(self.device, torch.bfloat16).requires_grad_(False)
-        x, grad = (noise(rows, size).bfloat16() for size in (inputs, outputs))
-        down, up = noise(rank, inputs).requires_grad_(), noise(outputs, rank).requires_grad_()
-        low_rank.adapted(x, base, down, up, scaling).backward(grad)
-        assert down.grad is not None and up.grad is not None
-        wide, back = x.double(), grad.double() * scaling
-        right = [(back @ up.detach().double()).t() @ wide, back.t() @ (wide @ down.detach().double().t())]
-        return flat([down.grad, up.grad]), flat(right), None
-
-    def _with_adapters(self, dtype: torch.dtype, device: str, **settings: Any) -> Backbone:
-        backbone = self.load(dtype, device)
-        Adapters(backbone, LoraSettings(rank=4, alpha=8, **settings))
-        generator = torch.Generator().manual_seed(8)
-        with torch.no_grad():
-            for name, parameter in sorted(backbone.model.named_parameters()):
-                if "lora_" in name:
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
-        return backbone
-
-    def _adapted(self, backbone: Backbone) -> tuple[Tensor, Tensor]:
-        batch = backbone.batch(self.ask(backbone)[:2])
-        with torch.no_grad():
-            state, still = prefill(backbone, batch)
-            _, z_BKD = think(backbone, state, 2)
-        _, hidden = prefill(backbone, batch)
-        # Not the square of normalised states, which is a constant: its gradient would be rounding.
-        weight = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(12)).to(hidden.device)
-        return flat([still, z_BKD]), gradients_of(backbone, (hidden.float() * weight).mean(), in_place=False)
-
     def packed(self) -> Found:
         """Stage 1 with attention inside each example of a packed row, against the mask."""
         right = self._stage1(self.truth, False)
         plain = None if self.exact else self._stage1(self.ours, False)
-        mine = self._stage1(self.ours, True)
-        names = ("packed rows: loss", "packed rows: gradients")
-        return {name: (mine[i], right[i], plain and plain[i]) for i, name in enumerate(names)}
+        runs = {"packed rows": self.ours}
+        if self.dense:
+            runs["packed rows, as by default"] = self.load(self.dtype, self.device, fast=True)
+        found: Found = {}
+        for name, ours in runs.items():
+            ours.freeze_vision()
+            mine = self._stage1(ours, True)
+            found |= {f"{name}: {part}": (mine[i], right[i], plain and plain[i]) for i, part in enumerate(_STAGE1)}
+        return found
 
     def _stage1(self, backbone: Backbone, variable_length: bool) -> tuple[Tensor, Tensor]:
         markers, generator, rows = backbone.markers, torch.Generator().manual_seed(9), []
@@ -388,7 +323,7 @@ class Paths:
     def layers(self) -> Found:
         """In fewer kernels: a prefill, latent steps and decoding (on a GPU as CUDA graphs), and gradients."""
         prompts = self.ask(self.ours)
-        with _uneven_norms(self.ours), _uneven_norms(self.truth):
+        with uneven_norms(self.ours), uneven_norms(self.truth):
             right, plain = self._passed(self.truth), self._passed(self.ours)
             other = self._sampled(prompts, 3, None).tensors()[0]
             self.ours.fused_layers = True
@@ -404,7 +339,7 @@ class Paths:
         }
         if self.exact:
             found["fused layers: texts, decoded fast"] = (*_padded([ids], [other]), None)
-        self.notes.append("fused layers: " + ", ".join(f"{count} {what}" for what, count in fast.counts.items()))
+        self.count("fused layers, decoded fast", fast.counts, self.device.startswith("cuda"))
         return found
 
     @torch.no_grad()
@@ -420,14 +355,9 @@ class Paths:
         return {"states": flat([hidden]), "latents, decoded fast": vectors([latents])} | gradients
 
 
-@contextmanager
-def _small_is_large() -> Iterator[None]:
-    """Adapters of tiny models take the way of large passes."""
-    before, small_kernels.FEW = small_kernels.FEW, 1
-    try:
-        yield
-    finally:
-        small_kernels.FEW = before
+def throughout(counts: Counter[str]) -> bool:
+    """Whether steps were recorded and replayed, and none ran in another way."""
+    return min(counts["recorded"], counts["replayed"]) > 0 and not counts["plain"] + counts["eager"]
 
 
 WIDE_GROUP = 12
@@ -455,21 +385,6 @@ def wide(preset: str, layers: int, dtype: torch.dtype, device: str) -> Paths:
     grids = ((40, 64), (24, 31), (16, 50)) if ":" not in preset else ((4, 6), (3, 5), (2, 4))
     prompts = [_prompt(base, grid) for grid in grids]
     return Paths(load, dtype, device, lambda _: prompts, right_on=device, group=WIDE_GROUP)
-
-
-@contextmanager
-def _uneven_norms(backbone: Backbone) -> Iterator[None]:
-    """Random models have norms with equal weights, which would hide what is done with them."""
-    generator = torch.Generator().manual_seed(10)
-    weights = [p.data for name, p in sorted(backbone.decoder.named_parameters()) if "norm" in name]
-    before = [weight.clone() for weight in weights]
-    for weight in weights:
-        weight.add_(0.5 * torch.rand(weight.shape, generator=generator).bfloat16().to(weight))
-    try:
-        yield
-    finally:
-        for weight, old in zip(weights, before, strict=True):
-            weight.copy_(old)
 
 
 def _padded(one: list[Tensor], other: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -6,9 +6,10 @@ Recorded on a GPU as CUDA graphs; elsewhere with the stand-in of the tests, whic
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,20 +17,44 @@ from torch import Tensor
 import op_tape
 from realvr.backbone import Backbone, Prompt
 from realvr.latent import score, trajectory
+from realvr.latent.modes import COLUMNS
 from realvr.latent.recorded_span import RecordedSpan
+from realvr.training.adapters import Adapters
 from realvr.training.method import Step
 from realvr.training.methods.realvr import ReaLVR, ReaLVRConfig
 from realvr.training.rl_batch import RlBatch
+from realvr.training.sections import LoraSettings
 
 if TYPE_CHECKING:
     from parity_paths import Found, Paths
+
+LoadFast = Callable[[torch.dtype, str, bool], Backbone]
 
 K, GROUP, SIZE, ANSWERS, NEGATIVES = 4, 2, 5, 3, 1
 
 MEMORY = ("cached", "checkpointed-prefill", "checkpointed")
 TRUNKS = {"one prompt": 1, "padded prompts": 3}
-RECORDED = {"recorded span": False, "recorded span, split": True}
-ADAPTED = {"recorded span with adapters": True}
+
+
+class How(NamedTuple):
+    name: str
+    split: bool = False
+    """Latent steps and replay attend to the prompt as it lies."""
+    fast: bool = False
+    """With fast vision, fused layers, and kernels for adapters."""
+    kernels: tuple[str, ...] = ()
+    """Those for adapters that must have run."""
+
+
+RECORDED = (
+    How("recorded span"),
+    How("recorded span, split", split=True),
+    How("recorded span, as by default", split=True, fast=True),
+)
+ADAPTED = (
+    How("recorded span with adapters", split=True),
+    How("recorded span with adapters, as by default", True, True, kernels=("narrow", "widen", "summed")),
+)
 MEASURED: dict[str, tuple[str, float, float | None]] = {
     "losses": ("relative", 1e-5, 0.05),
     "gradients": ("relative", 1e-4, 0.1),
@@ -38,7 +63,7 @@ MEASURED: dict[str, tuple[str, float, float | None]] = {
 }
 # name -> (measure, float32 tolerance, bfloat16 floor)
 CHECKS: dict[str, tuple[str, float, float | None]] = {
-    **{f"{how}: {name}": limits for how in (*RECORDED, *ADAPTED) for name, limits in MEASURED.items()},
+    **{f"{how.name}: {part}": limits for how in (*RECORDED, *ADAPTED) for part, limits in MEASURED.items()},
     **{f"split steps of {trunk}: latents": ("relative", 1e-5, 0.05) for trunk in TRUNKS},
     **{
         f"split steps of {trunk}: gradients, {memory}": ("relative", 1e-4, 0.1) for trunk in TRUNKS for memory in MEMORY
@@ -81,6 +106,21 @@ def grown(backbone: Backbone) -> Iterator[None]:
             parameter.copy_(old)
 
 
+@contextmanager
+def uneven_norms(backbone: Backbone) -> Iterator[None]:
+    """Random models have norms with equal weights, which would hide what is done with them."""
+    generator = torch.Generator().manual_seed(10)
+    weights = [p.data for name, p in sorted(backbone.decoder.named_parameters()) if "norm" in name]
+    before = [weight.clone() for weight in weights]
+    for weight in weights:
+        weight.add_(0.5 * torch.rand(weight.shape, generator=generator).bfloat16().to(weight))
+    try:
+        yield
+    finally:
+        for weight, old in zip(weights, before, strict=True):
+            weight.copy_(old)
+
+
 def recorder(backbone: Backbone, columns: int) -> RecordedSpan:
     return RecordedSpan(backbone, columns=columns, record=None if backbone.device.type == "cuda" else op_tape.record)
 
@@ -108,6 +148,62 @@ def split_steps(paths: Paths) -> Found:
             for i, name in enumerate(("latents", f"gradients, {memory}")):
                 found[f"split steps of {trunk}: {name}"] = (mine[i], right[i], None if paths.exact else plain[i])
     return found
+
+
+def spans(paths: Paths) -> Found:
+    """Latent steps with gradient, recorded forward and backward, by themselves and with all that is on by default:
+    with all weights trained, and with adapters."""
+    found = _spans(paths, RECORDED, partial(_trained, paths), lambda *place: paths.deferring(paths.load(*place))[0])
+    adapted = partial(with_adapters, paths)
+    return found | _spans(paths, ADAPTED, adapted, adapted)
+
+
+def _spans(paths: Paths, ways: Sequence[How], plain: LoadFast, recorded: LoadFast) -> Found:
+    truth, stock = plain(torch.float32, str(paths.truth.device), False), plain(paths.dtype, paths.device, False)
+    ours = {fast: recorded(paths.dtype, paths.device, fast) for fast in (False, True)}
+    found: Found = {}
+    with ExitStack() as stack:
+        for backbone in (truth, stock, *ours.values()):
+            stack.enter_context(uneven_norms(backbone))
+        right, yardstick = _stepped(paths, truth), None if paths.exact else _stepped(paths, stock)
+        for how in ways:
+            if how.fast and not paths.dense:  # experts have no recorded span by default
+                continue
+            with paths.adapting(how.name, set(how.kernels)):
+                mine = _recorded(paths, how, ours[how.fast])
+            found |= {f"{how.name}: {part}": (mine[part], right[part], yardstick and yardstick[part]) for part in mine}
+    return found
+
+
+def with_adapters(paths: Paths, dtype: torch.dtype, device: str, fast: bool = False, kernels: bool = False) -> Backbone:
+    backbone = paths.load(dtype, device, fast)
+    Adapters(backbone, LoraSettings(rank=4, alpha=8, kernels=fast or kernels))
+    generator = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for name, parameter in sorted(backbone.model.named_parameters()):
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return backbone
+
+
+def _trained(paths: Paths, dtype: torch.dtype, device: str, fast: bool) -> Backbone:
+    backbone = paths.load(dtype, device, fast)
+    backbone.freeze_vision()
+    return backbone
+
+
+def _recorded(paths: Paths, how: How, ours: Backbone) -> dict[str, Tensor]:
+    recorded = recorder(ours, paths.buffers.get("columns", COLUMNS))
+    found = _stepped(paths, ours, recorded, how.split)
+    paths.count(how.name, recorded.counts, True)
+    recorded.release()
+    return found
+
+
+def _stepped(
+    paths: Paths, backbone: Backbone, recorded: RecordedSpan | None = None, split: bool = False
+) -> dict[str, Tensor]:
+    return measured(backbone, paths.ask(backbone)[:2], recorded, split)
 
 
 def measured(

@@ -12,6 +12,7 @@ in float64, layers go the way of torch, with a notice (`wrong`).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -57,6 +58,8 @@ def _kernels() -> ModuleType:
 
 
 _compiled: dict[tuple[object, ...], Any] = {}
+launched: Counter[str] = Counter()
+"""How often each kernel was launched or recorded, by name."""
 
 
 def _launch(
@@ -73,6 +76,7 @@ def _launch(
     with torch.cuda.device_of(tensors[0]):  # where Triton launches
         if known is not None:
             known[(*grid, 1)](*tensors, *numbers, *fixed.values())
+            launched[name] += 1
             return
         kernel = getattr(_kernels(), name)
         try:
@@ -81,6 +85,7 @@ def _launch(
             if out_of_memory(error):
                 raise
             raise UserError(f"{_brief(error)}; lora.kernels: false trains without our kernels") from error
+    launched[name] += 1
     if aligned and made is not None:  # Triton's interpreter makes nothing
         _compiled[key] = made
 
