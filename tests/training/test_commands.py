@@ -14,7 +14,8 @@ from training_task import Options, RegressionTask
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(
-        "realvr.training.method.build", lambda settings, engine: RegressionTask(Options(out="", microbatch=4), engine)
+        "realvr.training.method.build",
+        lambda settings, engine, dry: RegressionTask(Options(out="", microbatch=4), engine),
     )
     path = tmp_path / "config.yaml"
     settings = {

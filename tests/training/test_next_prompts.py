@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -22,9 +24,11 @@ from realvr.training import loop
 from realvr.training.configuration import KINDS
 from realvr.training.dropping import EMPTY_ANSWER, TOO_LONG, UNREADABLE_IMAGE
 from realvr.training.dry_run import dry_run
+from realvr.training.engine.ddp import DDP
 from realvr.training.examples import Encoder
 from realvr.training.prompts import PromptBatch, PromptStream
 from realvr.training.rl_method import RolloutMethod
+from realvr.training.run import train
 from stage_runs import configure, lines, make, numbers, run, world, write
 
 LIMIT, THREADS = 256, 3
@@ -116,6 +120,8 @@ def drive(prompts: PromptStream, steps: int) -> list[Any]:
     found = []
     for _ in range(steps):
         taken = facts(prompts.take())
+        assert settled(prompts) == 0, "those of this step are held twice"
+        prompts.prepare()
         assert settled(prompts) <= prompts.settings.optim.batch // prompts.ranks.world, "more than one share ahead"
         found.append((taken, state(prompts)))
     prompts.close()
@@ -163,9 +169,11 @@ def test_what_was_prepared_is_used(backbone: Backbone, monkeypatch: pytest.Monke
         (rank,) = several(1)
         prompts = stream(good(8), backbone, rank, THREADS, batch=4)  # a share never holds a sample twice
         prompts.take()
+        prompts.prepare()
         assert settled(prompts) == 4 and sorted(names) == [DRAWN_BY] * 4 + ["prompts"] * 4
         for _ in range(3):
             prompts.take()
+            prompts.prepare()
             assert settled(prompts) == 4
         prompts.close()
 
@@ -189,6 +197,7 @@ def test_a_position_that_was_loaded_finds_other_samples_prepared(backbone: Backb
         prompts.take()
         before = prompts.samples.state_dict()
         second = facts(prompts.take())
+        prompts.prepare()
         settled(prompts)
         prompts.samples.load_state_dict(before)
         assert facts(prompts.take()) == second
@@ -235,6 +244,7 @@ def test_an_error_appears_when_its_sample_is_drawn(backbone: Backbone, monkeypat
             for step in range(5):
                 try:
                     prompts.take()
+                    prompts.prepare()
                     settled(prompts)
                 except ZeroDivisionError as error:
                     return step, str(error)
@@ -274,12 +284,15 @@ def test_closing_waits_for_nothing_and_ends_the_threads(backbone: Backbone, monk
     def run(rank: Any) -> None:
         prompts = stream(good(), backbone, rank, 2)
         prompts.take()
+        prompts.prepare()
         assert begun.acquire(timeout=60) and begun.acquire(timeout=60)
         prompts.close()
         assert len(preparing()) == 2 and len(met) == 2, "closing has waited for a picture"
         go_on.set()
         assert gone() and len(met) == 2, "what was not begun is not made any more"
-        assert len(prompts.take()) == 6 and not preparing()  # as without threads
+        assert len(prompts.take()) == 6  # as without threads
+        prompts.prepare()
+        assert not preparing()
         prompts.close()
 
     monkeypatch.setattr(Encoder, "prompt_aside", slow)
@@ -308,6 +321,91 @@ def test_threads_are_for_gpus_and_not_beside_processes(trained: Path, data: Path
         return used(method, SimpleNamespace(settings=settings, ranks=engine))  # type: ignore[arg-type]
 
     assert count("cuda:0") >= 1 and count("cpu") == count("cuda:0", workers=2) == 0
+
+
+def test_threads_share_the_cores_of_their_machine(
+    trained: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen processes on two machines of 48 cores: eight share the cores of one."""
+
+    class OneOfSixteen(DDP):
+        world = 16
+
+    settings, engine = KINDS["rl"].model_validate(configure("rl", trained, data, tmp_path)), OneOfSixteen(cpu=True)
+    method: Any = SimpleNamespace(backbone=SimpleNamespace(device=torch.device("cuda:0")))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(48)), raising=False)
+
+    def count() -> int:
+        return RolloutMethod._threads(method, SimpleNamespace(settings=settings, ranks=engine))  # type: ignore[arg-type]
+
+    for said, processes, threads in (("8", 8, 3), ("1", 1, 4), (None, 16, 1), ("99", 16, 1)):
+        if said is None:
+            monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        else:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
+        assert (engine.local_world, count()) == (processes, threads)
+
+
+@pytest.mark.parametrize(("updates", "ahead"), [(1, ["prompts"] * 8), (2, ["prompts"] * 4)])
+def test_nothing_is_prepared_that_no_step_follows_for(
+    updates: int,
+    ahead: list[str],
+    threaded: Callable[[int], None],
+    trained: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of three steps, or of two rollouts, the last one; of a dry run, the first one."""
+    threaded(THREADS)
+    raw = configure("rl", trained, data, tmp_path / "run", optim={"steps": 3}, updates_per_rollout=updates)
+    for dry, expected in ((True, []), (False, ahead)):
+        with monkeypatch.context() as patch:
+            names = by_thread(patch)
+            assert train(KINDS["rl"].model_validate(raw), dry=dry, cpu=True) == 0
+        assert gone() and [name for name in names if name == "prompts"] == expected
+        assert len(names) == 4 + len(expected)
+
+
+@pytest.mark.parametrize("threads", [0, THREADS])
+@pytest.mark.parametrize(("updates", "kept"), [(1, [0, 0, 0, 0]), (2, [0, 4, 0, 4]), (4, [0, 4, 4, 4])])
+def test_no_more_prompts_are_held_than_are_needed(
+    updates: int,
+    kept: list[int],
+    threads: int,
+    threaded: Callable[[int], None],
+    trained: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pixels that are alive: before each step those of a batch that it uses again, when it ends those of its own batch;
+    and those of the next batch, where threads prepare it. ``kept`` is the first without the next."""
+    pixels: list[weakref.ref[torch.Tensor]] = []
+    inner = Encoder._prompt
+
+    def noted(self: Encoder, sample: Sample) -> Prompt | None:
+        made = inner(self, sample)
+        assert made is not None
+        pixels.extend(weakref.ref(image.pixels) for image in made.images)
+        return made
+
+    def alive() -> int:
+        settled(task.prompts)
+        return sum(each() is not None for each in pixels)
+
+    monkeypatch.setattr(Encoder, "_prompt", noted)
+    threaded(threads)
+    raw = configure("rl", trained, data, tmp_path / "run", optim={"steps": 4}, updates_per_rollout=updates)
+    task, settings, engine = make("rl", raw)
+    before, after, collect = list[int](), list[int](), task.collect
+    monkeypatch.setattr(task, "collect", lambda step: (before.append(alive()), collect(step))[1])
+    monkeypatch.setattr(task, "after_update", lambda: after.append(alive()))
+    assert loop.train(task, settings, engine) == 0
+    ahead = [4 if threads and step - step % updates + updates < 4 else 0 for step in range(4)]
+    assert after == [4 + waiting for waiting in ahead]
+    assert before == [own + waiting for own, waiting in zip(kept, [0, *ahead], strict=False)]
+    assert alive() == 0
 
 
 def test_a_run_and_its_resume_have_the_numbers_of_a_run_without(

@@ -16,7 +16,8 @@ class PlanSettings:
         backbone: Backbone of the paper, or the start of its name; ``all`` for a table of all six.
         gpus: Number of GPUs, one process each.
         gpu: Name of the GPU, or its start: H200, H100, A100-80GB, A100-40GB, MI250X-GCD, B200.
-        gpu_memory: Memory of one GPU in GB, instead of a name. There is no step time then.
+        gpu_memory: Memory of one GPU in GB, instead of a name. There is no step time then, and the GPU is taken for one
+            of NVIDIA, where fast paths are on (see ``--plain``).
         engine: Name of an engine, or an engine file, as in ``train``.
         lora: Rank of LoRA adapters; 0 trains all weights of the decoder. ``--lora`` alone is 16.
         stage: ``sft`` is Stage 1, ``rl`` Stage 2.

@@ -64,6 +64,8 @@ class Run(Generic[S]):
     settings: S
     ranks: Ranks
     data: TrainingData
+    dry: bool = False
+    """Whether the first batch is all that will be made."""
 
 
 class Method(Generic[S, C, B]):
@@ -253,7 +255,7 @@ METHODS: Registry[Method[Any, Any, Any]] = Registry(
 """All methods: those of this package and those of ``--plugin`` files."""
 
 
-def build(settings: StageSettings, ranks: Ranks) -> Method[Any, Any, Any]:
+def build(settings: StageSettings, ranks: Ranks, dry: bool = False) -> Method[Any, Any, Any]:
     """The method that the settings name, its model and data loaded, ready for the loop. Every rank calls it.
 
     Files that cannot be used are found before the model is read, which may take minutes.
@@ -274,7 +276,7 @@ def build(settings: StageSettings, ranks: Ranks) -> Method[Any, Any, Any]:
     if chosen and ranks.rank == 0:
         print(announcement(chosen), file=sys.stderr, flush=True)
     made = method(backbone, settings.method)
-    made.begin(Run(settings, ranks, data))
+    made.begin(Run(settings, ranks, data, dry))
     return made
 
 

@@ -38,8 +38,8 @@ class PromptBatch:
 class PromptStream:
     """Global batches of ``optim.batch`` prompts; each rank takes its share, cut into microbatches.
 
-    With ``threads`` that many encode the share of the next batch while this one is in use. What is drawn, and counted,
-    does not depend on them. `close` ends them.
+    With ``threads`` that many encode this rank's share of the next batch after `prepare`, while this one is in use; no
+    more than that is held ahead. What is drawn, and counted, does not depend on them. `close` ends them.
     """
 
     def __init__(
@@ -52,13 +52,18 @@ class PromptStream:
         """This rank's microbatches of the next global batch."""
         pairs, size = self._share(), self.settings.optim.microbatch
         if self._next is not None:
-            block = self.samples.upcoming(self.settings.optim.batch)
-            self._next.prepare(block[i] for i in self._part(len(block)))
+            self._next.forget()
         first = self.ranks.rank * len(pairs)
         return [
             PromptBatch([s for s, _ in pairs[i : i + size]], [p for _, p in pairs[i : i + size]], first + i)
             for i in range(0, len(pairs), size)
         ]
+
+    def prepare(self) -> None:
+        """Have the threads begin with the next global batch."""
+        if self._next is not None:
+            block = self.samples.upcoming(self.settings.optim.batch)
+            self._next.prepare(block[i] for i in self._part(len(block)))
 
     def close(self) -> None:
         """End the threads."""

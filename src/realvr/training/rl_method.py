@@ -180,9 +180,10 @@ class RolloutMethod(Method[RlSettings, RC, RlBatch]):
             self.recorded,
         )
         self.rewards = load_rewards(c.rewards)
+        self.dry = run.dry
         self.bank = NegativeBank(self.bank_size)
         self._kept: list[RlBatch] = []
-        self._rebuilding = False
+        self._rebuilding = self._last = False
         self._before: dict[str, Any] = {}
         self._loaded: dict[str, Any] = {}
 
@@ -191,7 +192,7 @@ class RolloutMethod(Method[RlSettings, RC, RlBatch]):
         with the model; with ``data.workers`` everything is in memory, and processes are forked, which threads disturb.
         """
         useless = self.backbone.device.type == "cpu" or run.settings.data.workers
-        return 0 if useless else threads_for(run.ranks.world)
+        return 0 if useless else threads_for(run.ranks.local_world)
 
     # ------------------------------------------------------------------ the words of `collect`
 
@@ -200,24 +201,39 @@ class RolloutMethod(Method[RlSettings, RC, RlBatch]):
 
         After a kill between two updates it is made again from the rollouts of the checkpoint.
         """
-        self._rebuilding = step % self.config.updates_per_rollout != 0
+        updates = self.config.updates_per_rollout
+        self._rebuilding, self._last = step % updates != 0, (step + 1) % updates == 0
         if self._rebuilding and self._kept:
-            return self._kept
+            return self._held(self._kept)
         if not self._rebuilding and self.rollouts.saved:  # resumed after the last update on the saved rollouts
             self._restore(self._loaded["after"])
             self.rollouts.saved = []
         self._before, self.rollouts.made = self._position(), []
         return None
 
+    def take(self, step: int) -> list[PromptBatch]:
+        """This rank's prompts of the rollouts of ``step``, in microbatches. Threads begin with those of the next
+        rollouts, where the run has any."""
+        taken = self.prompts.take()
+        if not self.dry and step + self.config.updates_per_rollout < self.settings.optim.steps:
+            self.prompts.prepare()
+        return taken
+
     def keep(self, batches: list[RlBatch], rolled: Sequence[Rolled]) -> Collected[RlBatch]:
         """The batch, kept for later updates. Only the first update on it records the rollouts."""
-        self._kept = batches
+        self._held(batches)
         if self._rebuilding:
             return Collected(batches)
         metrics = rollout_metrics(rolled, self.backbone.device, self.ranks.world)
         metrics |= self.draws.metrics(self.backbone.device, self.ranks.world)
         metrics |= self.rollouts.counted(self.backbone.device)
         return Collected(batches, metrics, completions_table(rolled))
+
+    def _held(self, batches: list[RlBatch]) -> list[RlBatch]:
+        """The batch, held until its last update begins: its pixels are in main memory, its visual tokens on the
+        device."""
+        self._kept = [] if self._last else batches
+        return batches
 
     def score(self, prompts: PromptBatch, groups: Sequence[Sequence[Completion]]) -> Scores:
         """Rewards of all completions."""

@@ -47,7 +47,7 @@ def train(
             check_installed(settings.log.to)
             engine.seed(settings.run.seed)
             with busy(f"{verb}: reading model and data", engine.main and settings.log.console):
-                made = method.build(settings, engine)
+                made = method.build(settings, engine, dry)
             work = dry_run if dry else loop.export if export else loop.train
             code = work(made, settings, engine)
     except Exception as error:

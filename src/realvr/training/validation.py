@@ -223,7 +223,9 @@ class Validation:
         size, samples, shares = self.settings.validation.batch, self.questions.samples, self._shares()
         batches = [samples[place : place + size] for place in range(0, len(samples), size)]
         own: dict[str, float] = {}
-        with closing(prefetch(batches[shares.rank :: shares.world], self.loader, processes=shares.world)) as loaded:
+        with closing(
+            prefetch(batches[shares.rank :: shares.world], self.loader, processes=self.engine.local_world)
+        ) as loaded:
             for asked in loaded:
                 own |= self._batch_losses(asked)
         if self.engine.lockstep:

@@ -72,6 +72,11 @@ class Ranks(Protocol):
         ...
 
     @property
+    def local_world(self) -> int:
+        """Number of processes on this machine, which share its cores."""
+        ...
+
+    @property
     def device(self) -> torch.device:
         """Where batches have to be."""
         ...
@@ -144,6 +149,11 @@ class Engine(ABC):
     @abstractmethod
     def world(self) -> int:
         """Number of processes."""
+
+    @property
+    def local_world(self) -> int:
+        """Number of processes on this machine; of all where the launcher does not say it."""
+        return min(self.world, int(os.environ.get("LOCAL_WORLD_SIZE") or self.world))
 
     @property
     @abstractmethod

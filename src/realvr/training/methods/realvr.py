@@ -152,7 +152,7 @@ class ReaLVR(_Evidence):
             return Collected(kept)
         step -= step % self.config.updates_per_rollout
         rolled = []
-        taken = self.prompts.take()  # in one global order, whatever the number of ranks
+        taken = self.take(step)  # in one global order, whatever the number of ranks
         with self.ranks.full_parameters():
             # All together, then cut into microbatches: G completions of each prompt behind one latent trajectory.
             for prompts, visual, rollout in self.rollouts.sample(taken, step):
