@@ -83,7 +83,10 @@ def test_a_wrong_path_is_found() -> None:
 @pytest.mark.slow
 def test_paths_that_do_not_run_are_no_proof() -> None:
     """A recording that breaks off: the plain path runs, and everything agrees."""
-    broken = "import sys; sys.path.append('tests'); import op_tape; op_tape.Tape.__enter__ = lambda self: (_ for _ in ()).throw(RuntimeError())"
+    broken = (
+        "import sys; sys.path.append('tests'); import op_tape; "
+        "op_tape.Tape.__enter__ = lambda self: (_ for _ in ()).throw(RuntimeError())"
+    )
     code, printed = parity(
         "--device", "cpu", "--families", "qwen2.5-vl", "--paths", "fast", "--dtypes", "float32", broken=broken
     )
