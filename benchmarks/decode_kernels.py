@@ -24,9 +24,10 @@ from realvr.backbone import decode_kernels, small_kernels
 from realvr.backbone.static import StaticPass
 from realvr.latent.group_rollout import decode
 from realvr.latent.span import prefill
-from speed_kit import FULL, Bench, Results, about, quiet
+from speed_kit import Bench, Results, about, quiet
 from speed_options import parse_options
 from speed_sections import sampling
+from speed_sizes import FULL
 
 LAYERS = 12
 COLUMNS, SEEN = 2816, 2709  # of the trunk, rounded up; of them in use

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 
 from foundation import random_backbone
+from pictures import noise, pictures
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.types import Prompt, Turn
 from realvr.training.adapters import Adapters
@@ -118,11 +118,11 @@ def tiny(case: Case, preset: str) -> Case:
 QUESTION = "What is the small sign on the left? "
 
 
-def _prompt(backbone: Backbone, grid: tuple[int, int], question: str = QUESTION * 8) -> Prompt:
-    stock = backbone.processor.stock
-    side = getattr(stock, "patch_size", 14) * (backbone.processor.merge or 1)
-    image = Image.effect_noise((grid[1] * side, grid[0] * side), 60).convert("RGB")
-    return backbone.prompt([Turn("user", question, images=[image])])
+def _prompt(backbone: Backbone, grid: tuple[int, int], question: str = QUESTION * 8, seed: int = 0) -> Prompt:
+    """A question about noise with as many visual tokens as the grid has, or as near as whole tiles come."""
+    count, width, height = pictures(backbone.processor, grid)
+    images = [noise(seed * count + number, width, height) for number in range(count)]
+    return backbone.prompt([Turn("user", question, images=images)])
 
 
 def rl_batch(backbone: Backbone, case: Case, prompt: Prompt | None = None) -> RlBatch:
@@ -171,11 +171,12 @@ def sft_batch(backbone: Backbone, case: Case, variable_length: bool = False) -> 
 
 def workload(backbone: Backbone, case: Case, batch: RlBatch | SftBatch) -> Workload:
     """What the estimate is told of a case."""
-    visual = case.grid[0] * case.grid[1]
     if isinstance(batch, SftBatch):
         labelled, tokens = len(batch.labels_M) // case.rows, batch.ids_RT.shape[1]
+        visual = int(batch.image_RT.sum()) // case.rows
     else:
         labelled, tokens = 0, batch.batch.ids_BT.shape[1]
+        visual = len(batch.visual.features_ND) // case.rows
     return Workload(
         stage=case.stage,  # type: ignore[arg-type]
         rows=case.rows,

@@ -18,9 +18,10 @@ import torch
 
 from kernel_profile import host, kernels
 from realvr.zoo.presets import PRESETS
-from speed_kit import FULL, MODES, SMALL, Bench, Results, about, quiet
+from speed_kit import Bench, Results, about, quiet
 from speed_options import parse_options
-from speed_sections import TrainPass, cut
+from speed_passes import TrainPass, cut
+from speed_sizes import FULL, MODES, SMALL
 
 
 def main() -> None:

@@ -11,7 +11,8 @@
 
 Builds a paper backbone with random weights, measures this machine's ceilings (bfloat16 product, copy), then section by
 section: the names of docs/speed.md as ``{name: {"value": …, "inputs": {…}}}``, written after every measurement. Medians
-of at least five warm runs, each waited for; no profiler. `speed_baseline.py` says what the baseline is.
+of at least five warm runs, each waited for; no profiler; what was measured once says so. `speed_baseline.py` says what
+the baseline is.
 
 Which are measured: all sections; with --resume those of which the file lacks a name; with --only exactly those that are
 named, whether the file has them or not. A file that is there is kept and added to. It must be of the same machine,
@@ -21,8 +22,10 @@ ratio of two runs has a note.
 
 What fits: whole steps begin with microbatches of 4, with LoRA of all prompts, and go down where memory runs out
 (--microbatch 8 begins with 8; --lora-microbatch does the same for LoRA). The train part tries `cached` with all prompts
-first, or with --microbatch at most so many. A section that fails is recorded under ``failures``, the others go on, and
-the exit code is 1. Nothing new is begun after --minutes: no section, model, try, warm-up or repeat.
+first, or with --microbatch at most so many, and nothing slower once that fits. What `realvr plan` estimates at over 1.1
+times the memory of the GPU is not tried: a section of which nothing is left is skipped with one line, and its names
+have that reason for a value. A section that fails is recorded under ``failures``, the others go on, and the exit code
+is 1. Nothing new is begun after --minutes: no section, model, try, warm-up or repeat.
 """
 
 from __future__ import annotations
@@ -39,13 +42,16 @@ import torch
 
 import speed_evaluation
 import speed_growth
+import speed_passes
 import speed_sections
 import speed_steps
 from realvr.families import FAMILIES
 from realvr.zoo.presets import PRESETS
-from speed_kit import FULL, MODES, SMALL, Bench, OutOfTime, Sizes, about, ceilings, memory_mode, quiet
+from speed_fit import room_gib
+from speed_kit import Bench, CannotFit, OutOfTime, about, ceilings, quiet
 from speed_options import parse_options
 from speed_results import ROOT, Results, put_lora_vs_full
+from speed_sizes import FULL, MODES, SMALL, Sizes, memory_mode
 
 TARGETS = {
     "decode_bandwidth_fraction": (">=", 0.60),
@@ -74,9 +80,9 @@ SECTIONS: dict[str, Section] = {
     "whole step": (speed_steps.whole_step, ("rl_step_seconds",)),
     "step ratios": (speed_steps.step_ratios, ("step_ratio_paper", "step_ratio_release")),
     "LoRA step": (speed_steps.lora_step, ("lora_peak_gib", "lora_step_seconds_cached", "lora_vs_full")),
-    "LoRA": (speed_sections.lora_evidence, ("evidence_overhead_1_lora",)),
+    "LoRA": (speed_passes.lora_evidence, ("evidence_overhead_1_lora",)),
     "train part": (
-        speed_sections.train_part,
+        speed_passes.train_part,
         ("train_part_ratio_paper", "train_part_ratio_release", "evidence_overhead_1_full", "evidence_overhead_8"),
     ),
     "vision": (speed_sections.vision, ("vision_ratio",)),
@@ -179,6 +185,10 @@ def attempt(bench: Bench, section: str, run: Callable[[Bench], object]) -> str |
         bench.results.passed(section)
     except OutOfTime:
         said = "cut off"
+    except CannotFit as error:  # which was known before anything was tried
+        said = f"skipped: {error}"
+        print(f"  {said}", flush=True)
+        _note_skipped(bench, section, said)
     except Exception as error:  # another section may do better
         traceback.print_exc()
         said = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
@@ -190,6 +200,14 @@ def attempt(bench: Bench, section: str, run: Callable[[Bench], object]) -> str |
     except RuntimeError as error:  # the device itself has failed: what follows will, too
         print(f"  after {section}: {error}", flush=True)
     return said
+
+
+def _note_skipped(bench: Bench, section: str, said: str) -> None:
+    """Names that the section would have measured have no value but the reason; what is there already stays."""
+    names = [name for name in SECTIONS[section][1] if name not in DERIVED] if section in SECTIONS else []
+    for name in (named(name, bench.sizes) for name in names):
+        if name not in bench.results:
+            bench.results.put(name, None, note=said)
 
 
 def parse() -> argparse.Namespace:
@@ -263,7 +281,7 @@ def main() -> int:
     head = about(sizes, preset, device, dtype, args.repeats)
     results = Results(place(args, device), head, args.resume)
     bench = Bench(preset, device, dtype, sizes, args.repeats, time.monotonic() + 60 * args.minutes, results)
-    bench.ready = args.ready
+    bench.ready, bench.room = args.ready, room_gib(device)
     sets = {text: parse_options(text, device) for text in args.options}
     only = [name for name in args.only.split(",") if name]
     left: list[str] = []

@@ -12,7 +12,7 @@ torch prefers cuDNN's attention in 16 bits; realvr switches it off. Stock calls 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from foundation import generate_inputs, generate_options
-from speed_kit import Bench
+from speed_kit import QUICK, Bench
 from speed_options import stock_layers
 from speed_results import ROOT, Timing
 
@@ -30,6 +30,7 @@ sys.path.append(str(ROOT / "reference"))
 import naive_stage2 as naive
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.types import Prompt
+from realvr.imaging.types import ImageInput
 from realvr.training.rl_batch import RlBatch
 
 BASELINE = "reference/naive_stage2.py at f48efcc, gradient-checkpointed, stock attention"
@@ -69,33 +70,45 @@ def cudnn_attention(on: bool) -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def time_stock(bench: Bench, label: str, run: Callable[[], object], like: str | None = None) -> Timing:
+def time_stock(
+    bench: Bench,
+    label: str,
+    run: Callable[[], object],
+    like: str | None = None,
+    *,
+    repeats: int = 0,
+    warm: int = 1,
+    first: Callable[[], object] | None = None,
+) -> Timing:
     """A stock call, within `stock`: tried once with cuDNN's attention and once without, then timed the faster way.
-    ``like`` names a call for which that is known, if this one only differs in size."""
+    ``like`` names a call for which that is known, if this one only differs in size. The others: see `speed_kit.timed`.
+    """
     if bench.device.type != "cuda":
-        return bench.time(label, run, stock=True)
+        return bench.time(label, run, repeats=repeats, warm=warm, first=first, stock=True)
     tried = bench.cudnn.get(like or label)
     if tried is None:
-        seconds = {}
-        for on, name in ((True, "with"), (False, "without")):
-            with cudnn_attention(on):
-                seconds[on] = bench.time(f"{label}, {name} cuDNN", run, repeats=1, stock=True).seconds
-        tried = bench.cudnn[like or label] = seconds[True] < seconds[False]
-        with cudnn_attention(tried):
-            return bench.time(label, run, warm=0, stock=True)
+        with cudnn_attention(True):
+            with_it = bench.time(f"{label}, with cuDNN", run, repeats=1, warm=warm, first=first, stock=True)
+        # What is new to the second way costs milliseconds: nothing beside a long call.
+        again = warm if with_it.seconds < QUICK else 0
+        with cudnn_attention(False):
+            without = bench.time(f"{label}, without cuDNN", run, repeats=1, warm=again, stock=True)
+        tried, warm = with_it.seconds < without.seconds, 0
+        bench.cudnn[like or label] = tried
     with cudnn_attention(tried):
-        return bench.time(label, run, stock=True)
+        return bench.time(label, run, repeats=repeats, warm=warm, first=first, stock=True)
 
 
 def examples(backbone: Backbone, b: RlBatch, *, tower: bool, completions: int | None = None) -> list[naive.Example]:
     """The microbatch as the reference takes it; ``tower``: pixels instead of visual tokens."""
-    found, start = [], 0
+    found, start, images = [], 0, iter(b.batch.images)
     for row in range(len(b.batch)):
         ids = b.batch.ids_BT[row][b.batch.real_BT[row]]
-        image = b.batch.images[row]
-        part = slice(start, start + image.tokens)
-        start += image.tokens
-        grid = image.grid
+        own, end = [], start + int(b.batch.image_BT[row].sum())
+        part = slice(start, end)
+        while start < end:
+            own.append(next(images))
+            start += own[-1].tokens
         texts = [ids_S[real] for ids_S, real in zip(b.ids_BGS[row], b.real_BGS[row], strict=True)][:completions]
         old = [logp[real] for logp, real in zip(b.old_logp_BGS[row], b.real_BGS[row], strict=True)][:completions]
         there = [True, *b.wrong_BY[row].tolist()]
@@ -111,14 +124,25 @@ def examples(backbone: Backbone, b: RlBatch, *, tower: bool, completions: int | 
             content=[b.content_BYS[row, y][real[y]] for y in answered],
             positive=b.positive_BD[row],
             negatives=list(b.negatives_BMD[row][b.valid_BM[row]]),
-            pixels=image.pixels.to(backbone.device, backbone.dtype),
-            grid_thw=torch.tensor([[1, grid.rows * grid.merge, grid.cols * grid.merge]]) if backbone.mrope else None,
+            pixels=pixels_of(own).to(backbone.device, backbone.dtype),
+            grid_thw=grid_thw(own) if backbone.mrope else None,
         )
         if not tower:
             deepstack = tuple(layer[part] for layer in b.visual.deepstack)
             example = replace(example, features=(b.visual.features_ND[part], deepstack))
         found.append(example)
     return found
+
+
+def pixels_of(images: Sequence[ImageInput]) -> torch.Tensor:
+    """Of all pictures of a prompt, as stock models take them."""
+    return torch.cat([image.pixels for image in images])
+
+
+def grid_thw(images: Sequence[ImageInput]) -> torch.Tensor:
+    """Frames, rows and columns of their patches: what Qwen models take beside pixels."""
+    grids = [image.grid for image in images]
+    return torch.tensor([[1, grid.rows * grid.merge, grid.cols * grid.merge] for grid in grids])
 
 
 def reading(backbone: Backbone) -> naive.Naive:
@@ -148,13 +172,19 @@ def naive_seconds(bench: Bench, kind: str) -> tuple[float, dict[str, Any]]:
     given = examples(backbone, batch, tower=release, completions=1 if release else None)
     label = f"naive {kind}, 1 prompt" + (", 1 completion" if release else "")
     name = f"naive_{kind}_matmul_fraction"
+
+    def run() -> None:
+        bench.losses[loss_name(bench, kind)] = naive_pass(backbone, given).loss
+
+    done = _counted(bench, name)
+    count = None if done else partial(bench.flops, label, run)
     with stock(backbone, checkpointed=True):
-        timing = time_stock(bench, label, lambda: naive_pass(backbone, given), like="naive")
+        timing = time_stock(bench, label, run, like="naive", first=count)
         readout = partial(naive_readout, backbone, given[0])
         answer = time_stock(bench, f"naive {kind}, 1 readout", readout, like="naive")
-        done = _counted(bench, name) or bench.flops(label, lambda: naive_pass(backbone, given))
+        done = done or bench.flops(label, run)
     fraction = round(done / timing.seconds / bench.tflops / 1e12, 6)
-    facts = {"flops": done, "counted": "recomputed layers included", "text_tokens": bench.text_tokens}
+    facts = {"flops": done, "counted": "recomputed layers included", **bench.counts}
     bench.results.put(name, fraction, seconds=timing.seconds, **facts)
     times = bench.sizes.group if release else 1
     answers = len(given[0].answers)
@@ -170,8 +200,13 @@ def naive_seconds(bench: Bench, kind: str) -> tuple[float, dict[str, Any]]:
         "peak_gib": timing.peak_gib,
         "baseline_matmul_fraction": fraction,
         "passes": passes * times + answers,
-        "text_tokens": bench.text_tokens,
+        **bench.counts,
     }
+
+
+def loss_name(bench: Bench, kind: str) -> str:
+    """Visual tokens come from our side, whose options round in their own ways."""
+    return f"naive {kind} [{bench.name}]"
 
 
 def _counted(bench: Bench, name: str) -> int | None:
@@ -179,7 +214,7 @@ def _counted(bench: Bench, name: str) -> int | None:
     known, commit = bench.results.inputs(name), bench.results.commit
     if commit is None or commit.endswith("-dirty"):
         return None
-    same = known.get("commit") == commit and known.get("text_tokens") == bench.text_tokens
+    same = known.get("commit") == commit and all(known.get(name) == count for name, count in bench.counts.items())
     return int(known["flops"]) if same else None
 
 

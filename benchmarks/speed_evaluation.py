@@ -6,6 +6,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from realvr.evaluation.questions import Questions
 from realvr.evaluation.runner import TIMING, EvalSettings, evaluate
 from realvr.latent.sampling import Sampling
 from realvr.runs.files import read_json
-from speed_kit import Bench, Sizes, peak_gib, reserved_gib, reset_peak, wait
+from speed_kit import Bench, peak_gib, reserved_gib, reset_peak, wait
 from speed_results import Timing
+from speed_sizes import Sizes
 from speed_steps import CHOICES, QUESTION, picture
 
 CYCLES = 4
@@ -55,7 +57,7 @@ def evaluation(bench: Bench) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         bench.in_time()
-        questions = write_questions(folder, sizes)
+        questions = bench.kept(("questions", sizes), partial(write_questions, sizes=sizes))
 
         def ask(name: str, asked: Questions, loader: ImageLoader | None = None) -> Timing:
             bench.in_time()
@@ -70,7 +72,8 @@ def evaluation(bench: Bench) -> None:
         timing = replace(ask("files", questions), first_peak_gib=warm.peak_gib)
         bench.keep(f"evaluation, pictures from files [{bench.name}]", timing)
         waiting = read_json(folder / "files" / TIMING)
-        facts: dict[str, Any] = {"questions": len(questions), "picture": list(sizes.picture), "visual": sizes.visual}
+        visual = backbone.processor(picture(0, *sizes.picture)).tokens
+        facts: dict[str, Any] = {"questions": len(questions), "picture": list(sizes.picture), "visual": visual}
         facts |= {"definition": DEFINITION, "asking_seconds": waiting["seconds"], "waited_seconds": waiting["waited"]}
         facts |= {"seconds": timing.seconds, **timing.peaks()}
         bench.results.put("eval_gpu_wait", waiting["gpu_wait"], **facts)

@@ -1,5 +1,5 @@
-"""Operations of attention for `FlopCounterMode`: torch before 2.12 counts no fewer heads of keys than of queries, and
-none counts attention on a CPU.
+"""Operations that `FlopCounterMode` does not count: attention (torch before 2.12 counts no fewer heads of keys than of
+queries, and none counts it on a CPU), and the grouped products of a mixture of experts.
 
 A causal mask is not taken into account, as torch does it: two products forward, five backward.
 """
@@ -17,7 +17,7 @@ FORWARD, BACKWARD = 2, 5
 _aten = torch.ops.aten
 
 
-def attention_formulas() -> dict[Any, Callable[..., int]]:
+def formulas() -> dict[Any, Callable[..., int]]:
     """What `FlopCounterMode` takes as ``custom_mapping``."""
     kinds = ("flash", "efficient", "cudnn")
     found: dict[Any, Callable[..., int]] = {}
@@ -26,7 +26,15 @@ def attention_formulas() -> dict[Any, Callable[..., int]]:
         found[getattr(_aten, f"_scaled_dot_product_{kind}_attention_backward")] = _dense_backward
     found[_aten._scaled_dot_product_flash_attention_for_cpu] = _dense
     found[_aten._scaled_dot_product_flash_attention_for_cpu_backward] = _dense_backward
-    return found | {_aten._flash_attention_forward: _packed, _aten._flash_attention_backward: _packed_backward}
+    found |= {_aten._flash_attention_forward: _packed, _aten._flash_attention_backward: _packed_backward}
+    return found | {_aten._grouped_mm: _grouped}
+
+
+def _grouped(one: torch.Size, other: torch.Size, *args: object, out_shape: object = None, **kwargs: object) -> int:
+    """Of stacked matrices all are multiplied. Otherwise groups share out the rows, the columns or what is summed over:
+    each group has its part, and all of them together the whole."""
+    stacked = one[0] if len(one) == len(other) == 3 else 1
+    return 2 * stacked * one[-2] * one[-1] * other[-1]
 
 
 def _raw(formula: Callable[..., int]) -> Callable[..., int]:

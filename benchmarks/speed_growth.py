@@ -22,12 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from live_memory import LiveMemory
+from pictures import counted as counted_tokens
+from pictures import pictures
 from realvr.backbone.backbone import Backbone
 from realvr.errors import out_of_memory
 from realvr.latent.group_rollout import rollout
 from realvr.runs.files import read_json
-from speed_kit import GIB, Bench, OutOfTime, Sizes, flops, held_gib
-from speed_sections import TrainPass, cut, sampling
+from speed_kit import GIB, Bench, OutOfTime, flops, held_gib
+from speed_passes import TrainPass, cut
+from speed_sections import sampling
+from speed_sizes import Sizes
 
 GRIDS = ((8, 16), (16, 16), (16, 32), (32, 40), (40, 64), (64, 80))
 SERIES: dict[str, tuple[int, ...]] = {
@@ -73,7 +77,7 @@ def point(bench: Bench, sizes: Sizes, prompts: int, memory: str) -> dict[str, An
     """Rollout and train part of one size."""
     whole, bench.sizes = bench.sizes, sizes
     try:
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {"visual_tokens": bench.counts["visual_tokens"]}
         for name in WORK:
             if name == "ReaLVR" and not sizes.latents:
                 continue  # nothing to hold the evidence against
@@ -127,12 +131,13 @@ def measure(bench: Bench, memory: str = "checkpointed-prefill") -> bool:
     """All series, into the file of results; whether they are complete."""
     small = bench.sizes.visual < GRIDS[0][0] * GRIDS[0][1]
     grids, all_series = (SMALL_GRIDS, SMALL_SERIES) if small else (GRIDS, SERIES)
-    plan = {
+    plan: dict[str, Workloads] = {
         series: {
             value: (resized(bench.sizes, series, value, grids), value if series == "prompts" else 1) for value in values
         }
         for series, values in all_series.items()
     }
+    plan["visual"], note = followed(bench, plan["visual"])
     before = _before(bench, plan)
     known = dict(before) if bench.results.resume else {}
     complete = False
@@ -144,7 +149,7 @@ def measure(bench: Bench, memory: str = "checkpointed-prefill") -> bool:
                     bench.in_time()
                     known[key] = point(bench, sizes, prompts, memory)
                 print(f"{series} {value}: {_said(known[key])}", flush=True)
-                _put(bench, series, sizes_of, {**before, **known}, memory)
+                _put(bench, series, sizes_of, {**before, **known}, memory, note if series == "visual" else None)
         complete = True
     except OutOfTime:
         print("cut off; --resume goes on", flush=True)
@@ -152,6 +157,21 @@ def measure(bench: Bench, memory: str = "checkpointed-prefill") -> bool:
         for name, fitted in bench.results.content[series]["value"].items():
             print(f"{series:<10} {name:<24} {fitted}", flush=True)
     return complete
+
+
+def followed(bench: Bench, sizes_of: Workloads) -> tuple[Workloads, str | None]:
+    """The points of which prompts have as many visual tokens as asked for, and what is said of the others. No series
+    where whole tiles leave fewer than two."""
+    if bench.family.variable_grid:
+        return sizes_of, None
+    processor = bench.backbone().processor
+    real = {value: counted_tokens(processor, pictures(processor, sizes.grid)) for value, (sizes, _) in sizes_of.items()}
+    other = ", ".join(f"{value} (would be {count})" for value, count in real.items() if value != count)
+    kept = {value: given for value, given in sizes_of.items() if real[value] == value}
+    note = f"not measured, as {bench.family.name} has whole tiles: {other}" if other else None
+    if note:
+        print(f"visual: {note}", flush=True)
+    return kept if len(kept) > 1 else {}, note
 
 
 def _said(found: Mapping[str, Any]) -> str:
@@ -176,12 +196,17 @@ def _before(bench: Bench, plan: Mapping[str, Workloads]) -> dict[Key, dict[str, 
     return found
 
 
-def _put(bench: Bench, series: str, sizes_of: Workloads, known: Mapping[Key, dict[str, Any]], memory: str) -> None:
+def _put(
+    bench: Bench, series: str, sizes_of: Workloads, known: Mapping[Key, dict[str, Any]], memory: str, note: str | None
+) -> None:
     """The series as far as it is known, older points included; each has its commit."""
     points = [{series: v, **known[key]} for v, given in sizes_of.items() if (key := key_of(*given)) in known]
     facts: dict[str, Any] = {"memory": memory, "prompts": 1 if series != "prompts" else None}
+    notes = [note] if note else []
     if len(commits := {each.get("commit") for each in points}) > 1:
-        facts["note"] = f"points of several commits: {', '.join(sorted(map(str, commits)))}"
+        notes.append(f"points of several commits: {', '.join(sorted(map(str, commits)))}")
+    if notes:
+        facts["note"] = "; ".join(notes)
     complete = len(points) == len(sizes_of)
     bench.results.put(series, exponents(series, points), points=points, complete=complete, **facts)
 

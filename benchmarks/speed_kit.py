@@ -1,102 +1,31 @@
-"""What the sections of `speed.py` share: sizes, clocks, the model, and the machine's ceilings."""
+"""What the sections of `speed.py` share: clocks, the model, and the machine's ceilings."""
 
 from __future__ import annotations
 
 import gc
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from memory import QUESTION, Case, _prompt, model, rl_batch
+from memory import QUESTION, SEVEN, _prompt, model, rl_batch
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.types import Prompt
+from realvr.families import FAMILIES, Family
 from realvr.training.estimate import decoder_of, weights_of
 from realvr.training.rl_batch import RlBatch
-from speed_flops import attention_formulas
+from realvr.zoo.presets import PRESETS
+from speed_flops import formulas
 from speed_options import Options, Switched
 from speed_results import Results, Timing, machine
+from speed_sizes import Sizes
 
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """One workload. The defaults are those of the results in docs/speed.md."""
-
-    grid: tuple[int, int] = (40, 64)  # visual tokens: rows and columns
-    group: int = 8
-    latents: int = 8
-    text: int = 150  # tokens of a prompt beside the picture, about
-    answer: int = 64
-    long_answer: int = 192  # the paper's limit
-    prompts: int = 8
-    microbatch: int | None = None  # the largest that is tried; None: `STEP_MICROBATCH` in a whole step, else all
-    lora_microbatch: int | None = None  # the same of a whole step with adapters; None: all
-    memory: str | None = None  # mode of whole steps, perhaps with a share (`memory_mode`); None: as the package has it
-    row: int = 4000  # tokens of a packed row of Stage 1
-    rank: int = 16  # of LoRA
-    questions: int = 800  # of an evaluation
-    picture: tuple[int, int] = (4032, 3024)  # of HR-Bench
-    matrix: int = 8192  # side of the matrices that the ceiling is measured with
-    copied: int = 2**32  # bytes that are copied for it
-
-    @property
-    def visual(self) -> int:
-        return self.grid[0] * self.grid[1]
-
-    def microbatches(self, largest: int | None) -> list[int]:
-        """Sizes of microbatches to try, the largest first; all prompts fit into a number of them."""
-        most = min(largest or self.prompts, self.prompts)
-        return [size for size in range(most, 0, -1) if self.prompts % size == 0]
-
-    def workload(self) -> dict[str, Any]:
-        """What is the same for all entries of a file; the others say it themselves."""
-        return {name: value for name, value in asdict(self).items() if name not in PER_ENTRY}
-
-    def case(self, **changes: Any) -> Case:
-        """The workload as `memory.py` calls it."""
-        named = {"grid": self.grid, "group": self.group, "answer": self.answer, "latents": self.latents}
-        return Case("speed", "", **{**named, **changes})
-
-
-PER_ENTRY = ("microbatch", "lora_microbatch", "memory", "questions")
-STEP_MICROBATCH = 4
-"""Of a whole step with full parameters where none is asked for: with 8, one at the 7B shape does not fit in 139 GiB."""
-MODES = ("cached", "checkpointed-prefill", "checkpointed")
-FULL = Sizes()
-SMALL = Sizes(
-    grid=(3, 4),  # Stage 1 takes eight of them as targets
-    group=2,
-    latents=2,
-    text=90,  # options and instruction of a whole step take 75
-    answer=3,
-    long_answer=4,
-    prompts=2,
-    row=48,
-    rank=2,
-    questions=4,
-    picture=(96, 64),
-    matrix=128,
-    copied=2**20,
-)
-"""For a CPU: the whole script in seconds."""
-
-
-def memory_mode(text: str) -> dict[str, Any]:
-    """``MODE``, or ``MODE SHARE`` with the share of the layers that are recomputed, as settings of Stage 2."""
-    mode, _, share = text.partition(" ")
-    try:
-        recompute = float(share or 1)
-    except ValueError:
-        recompute = 0.0
-    if mode not in MODES or not 0 < recompute <= 1 or (share and mode == "cached"):
-        also = "'checkpointed-prefill 0.5': a share of the layers, above 0 and at most 1, for all but cached"
-        raise ValueError(f"{text!r}: write {', '.join(MODES)}, or {also}")
-    return {"memory": mode, "recompute": recompute}
 
 
 class OutOfTime(Exception):
@@ -105,6 +34,10 @@ class OutOfTime(Exception):
 
 class DoesNotFit(Exception):
     """In no way that was tried."""
+
+
+class CannotFit(DoesNotFit):
+    """By the estimate (`speed_fit`): nothing was tried, nothing has failed."""
 
 
 def wait(device: torch.device) -> None:
@@ -138,17 +71,30 @@ def in_time(deadline: float) -> None:
         raise OutOfTime
 
 
-def timed(run: Callable[[], object], device: torch.device, repeats: int, deadline: float, warm: int = 1) -> Timing:
-    """``warm`` runs that do not count, then ``repeats`` that do, each waited for."""
+QUICK = 1.0
+"""Seconds below which a run is quick: it is noisy, and more of them cost little."""
+
+
+def timed(
+    run: Callable[[], object],
+    device: torch.device,
+    repeats: int,
+    deadline: float,
+    warm: int = 1,
+    first: Callable[[], object] | None = None,
+    quick: int = 0,
+) -> Timing:
+    """``warm`` runs that do not count, then ``repeats`` that do, each waited for. ``first``: what is run instead of the
+    warm ones and does the same. ``quick``: repeats at least, if a run is (`QUICK`)."""
     reset_peak(device)
     for _ in range(warm):
         in_time(deadline)
-        run()
+        (first or run)()
     wait(device)
     first = peak_gib(device) if warm else None
     reset_peak(device)
-    each = []
-    for _ in range(repeats):
+    each: list[float] = []
+    while len(each) < repeats or (len(each) < quick and each[0] < QUICK):
         in_time(deadline)
         begun = time.perf_counter()
         run()
@@ -159,12 +105,21 @@ def timed(run: Callable[[], object], device: torch.device, repeats: int, deadlin
 
 def flops(run: Callable[[], object]) -> int:
     """Floating-point operations of the matrix products and attention in ``run``, by their shapes."""
-    with FlopCounterMode(display=False, custom_mapping=attention_formulas()) as counter:
+    with FlopCounterMode(display=False, custom_mapping=formulas()) as counter:
         run()
     return int(counter.get_total_flops())
 
 
 # ---------------------------------------------------------------------- one run
+
+
+class Asked(NamedTuple):
+    """The question of every prompt, and what such a prompt has."""
+
+    question: str
+    text: int
+    visual: int
+    pictures: int
 
 
 @dataclass
@@ -184,12 +139,20 @@ class Bench:
     """Of the options; part of the labels of what depends on them."""
     ready: bool = False
     """Whether an evaluation is run a second time, with all pictures ready."""
+    room: float | None = None
+    """GiB of the GPU; None: not known, and everything is tried."""
     cudnn: dict[str, bool] = field(default_factory=dict)
     """Stock calls that are faster with cuDNN's attention, or slower."""
+    losses: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Of the baseline, by what was run."""
+    misfits: dict[Hashable, tuple[int, DoesNotFit]] = field(default_factory=dict)
+    """Whole steps that did not fit, with the tokens of their completions."""
     _backbone: Backbone | None = None
     _switched: Switched | None = None
     _rank: int | None = None
-    _asked: tuple[str, int] | None = None
+    _asked: dict[tuple[int, int], Asked] = field(default_factory=dict)
+    _kept: dict[Hashable, Any] = field(default_factory=dict)
+    _scratch: tempfile.TemporaryDirectory[str] | None = None
     _timings: dict[str, Timing] = field(default_factory=dict)
     _flops: dict[str, int] = field(default_factory=dict)
 
@@ -206,7 +169,29 @@ class Bench:
             self._backbone.eos_ids = ()  # every completion has the same length
             self._backbone.latents, self._backbone.markers_added = self.sizes.latents, False
             Adapters(self._backbone, LoraSettings(**self.options.adapters(rank)))
+            self._settle(self._backbone)
         return self._backbone
+
+    def _settle(self, backbone: Backbone) -> None:
+        """Options that are ``auto`` become what that means for this model, and entries say it."""
+        settled = self.options.settled(backbone)
+        if settled != self.options:
+            self.options = settled
+            self.results.note_options(self.name, settled.facts())
+            print(f"  auto, for this model: {', '.join(f'{k}={v}' for k, v in settled.facts().items())}", flush=True)
+
+    @property
+    def family(self) -> Family:
+        """No model is needed for that."""
+        _, _, family = self.preset.partition(":")
+        return FAMILIES[family or PRESETS[SEVEN if self.preset == "narrow" else self.preset].family]
+
+    def kept(self, key: Hashable, write: Callable[[Path], Any]) -> Any:
+        """What ``write`` makes of a folder of its own: files that are written once in this process."""
+        if key not in self._kept:
+            self._scratch = self._scratch or tempfile.TemporaryDirectory()
+            self._kept[key] = write(Path(tempfile.mkdtemp(dir=self._scratch.name)))
+        return self._kept[key]
 
     def switched(self, rank: int = 0) -> Switched:
         """The same with its fast paths."""
@@ -239,13 +224,16 @@ class Bench:
         *,
         repeats: int = 0,
         warm: int = 1,
+        first: Callable[[], object] | None = None,
+        quick: int = 0,
         keep: bool = True,
         stock: bool = False,
     ) -> Timing:
-        """Measured once in this process, however many results need it; what is ``stock`` once for all options."""
+        """Measured once in this process, however many results need it; what is ``stock`` once for all options. The
+        others: see `timed`."""
         label = label if stock or not self.name else f"{label} [{self.name}]"
         if label not in self._timings:
-            timing = timed(run, self.device, repeats or self.repeats, self.deadline, warm)
+            timing = timed(run, self.device, repeats or self.repeats, self.deadline, warm, first, quick)
             if not keep:
                 return timing
             self.keep(label, timing)
@@ -262,36 +250,44 @@ class Bench:
         self._timings[label] = timing
         self.results.put_timing(label, timing)
         peak = f"{timing.most_gib:8.1f} GiB" if timing.most_gib is not None else ""
-        print(f"  {label:<64} {timing.seconds:9.4f} s {peak}", flush=True)
+        least, _, most = timing.spread
+        spread = f"({least:.4g} to {most:.4g}, {len(timing.each)} times)"
+        print(f"  {label:<64} {timing.seconds:9.4f} s {spread} {peak}", flush=True)
         return timing
 
     def prompts(self, count: int, rank: int = 0) -> list[Prompt]:
         """Different pictures, one question."""
         backbone = self.backbone(rank)
-        return [_prompt(backbone, self.sizes.grid, self._question(backbone)) for _ in range(count)]
+        asked = self._ask(backbone).question
+        return [_prompt(backbone, self.sizes.grid, asked, seed) for seed in range(count)]
 
-    def _question(self, backbone: Backbone) -> str:
-        """So long that a prompt has about as many tokens of text as the workload says."""
-        if self._asked is None:
-            short, long = (_prompt(backbone, self.sizes.grid, QUESTION * times) for times in (1, 2))
+    def _ask(self, backbone: Backbone) -> Asked:
+        """A question so long that a prompt has about as many tokens of text as the workload says."""
+        grid = self.sizes.grid
+        if grid not in self._asked:
+            short, long = (_prompt(backbone, grid, QUESTION * times) for times in (1, 2))
             more, text = len(long) - len(short), text_tokens(short)
             times = max(1, 1 + round((self.sizes.text - text) / more))
-            self._asked = QUESTION * times, text + (times - 1) * more
-        return self._asked[0]
+            text += (times - 1) * more
+            self._asked[grid] = Asked(QUESTION * times, text, len(short) - text_tokens(short), len(short.images))
+        return self._asked[grid]
 
     @property
     def text_tokens(self) -> int:
         """Of every prompt, those of whole steps too."""
-        if self._asked is None:
-            self._question(self.backbone(self._rank or 0))
-        assert self._asked is not None
-        return self._asked[1]
+        return self.counts["text_tokens"]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What every prompt really has: visual tokens come in whole tiles in some families."""
+        asked = self._asked.get(self.sizes.grid) or self._ask(self.backbone(self._rank or 0))
+        return {"text_tokens": asked.text, "visual_tokens": asked.visual, "pictures": asked.pictures}
 
     def rl_batch(self, rows: int, rank: int = 0, **changes: Any) -> RlBatch:
         """A microbatch of Stage 2 with random completions."""
         torch.manual_seed(1)
         backbone = self.backbone(rank)
-        prompt = _prompt(backbone, changes.get("grid", self.sizes.grid), self._question(backbone))
+        prompt = _prompt(backbone, changes.get("grid", self.sizes.grid), self._ask(backbone).question)
         return rl_batch(backbone, self.sizes.case(rows=rows, **changes), prompt)
 
     @property

@@ -1,7 +1,7 @@
 """Fast paths of the package that `speed.py --options` switches on and off, so that the share of each can be seen.
 
 A set is ``plain`` (all off), ``default`` (as the package has them) or ``fast`` (all on), with changes behind a colon:
-``fast:decode=static,gradients=autograd``.
+``fast:decode=static,gradients=autograd``. What is ``auto`` is settled as soon as there is a model.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from realvr.backbone.automatic import Where
 from realvr.backbone.backbone import Backbone
 from realvr.latent.fast import FastDecode, fast_decode
 from realvr.training.gradients import Deferral, DeferredLinear, defer_gradients
@@ -26,13 +27,20 @@ CHOICES = {
     "rollouts": ("microbatch", "together"),
     "gradients": ("autograd", "deferred"),
     "lora": ("peft", "thin", "kernels"),
-    "packed": ("mask", "variable"),
+    "packed": ("mask", "auto", "variable"),
     "vision": ("stock", "padded"),
-    "layers": ("stock", "fused"),
-    "replay": ("mask", "split"),
-    "span": ("plain", "recorded"),
+    "layers": ("stock", "auto", "fused"),
+    "replay": ("mask", "auto", "split"),
+    "span": ("plain", "auto", "recorded"),
 }
-"""What each can be: the plain way first."""
+"""What each can be: the plain way first, all on last."""
+SETTINGS = {
+    "packed": "variable_length",
+    "layers": "fused_layers",
+    "replay": "split_attention",
+    "span": "recorded_span",
+}
+"""Settings of the package that may be ``auto``: on or off by the model and its device."""
 
 
 @dataclass(frozen=True)
@@ -67,27 +75,32 @@ class Options:
         """Settings of LoRA."""
         return {"rank": rank, "alpha": 2 * max(1, rank), "kernels": self.lora == "kernels"}
 
+    def settled(self, backbone: Backbone) -> Options:
+        """With what ``auto`` stands for with this model."""
+        where = Where.of(backbone)
+        asked = {key: setting for key, setting in SETTINGS.items() if getattr(self, key) == "auto"}
+        return replace(self, **{key: CHOICES[key][-1 if where.takes(name) else 0] for key, name in asked.items()})
+
     def facts(self) -> dict[str, str]:
         return asdict(self)
 
 
-def _default(device: torch.device) -> Options:
-    method = ReaLVRConfig(type="realvr")
+def _default() -> Options:
+    method, model = ReaLVRConfig(type="realvr"), ModelSettings.model_fields
 
-    def on(switch: bool | str) -> bool:
-        """``auto`` as it is for the models measured here: dense, and whole on one device, in 16 bits on a GPU."""
-        return device.type == "cuda" if switch == "auto" else bool(switch)
+    def chosen(key: str, switch: bool | str) -> str:
+        return "auto" if switch == "auto" else CHOICES[key][-1 if switch else 0]
 
     return Options(
         decode=method.fast_decode,
         rollouts="together",
         gradients=OptimSettings.model_fields["gradients"].default,
         lora="kernels" if LoraSettings().kernels else "thin",
-        packed="variable" if on(LvrSftConfig().variable_length) else "mask",
-        vision="padded" if ModelSettings.model_fields["fast_vision"].default else "stock",
-        layers="fused" if on(ModelSettings.model_fields["fused_layers"].default) else "stock",
-        replay="split" if on(method.split_attention) else "mask",
-        span="recorded" if on(method.recorded_span) else "plain",
+        packed=chosen("packed", LvrSftConfig().variable_length),
+        vision=chosen("vision", model["fast_vision"].default),
+        layers=chosen("layers", model["fused_layers"].default),
+        replay=chosen("replay", method.split_attention),
+        span=chosen("span", method.recorded_span),
     )
 
 
@@ -97,7 +110,7 @@ def parse_options(text: str, device: torch.device) -> Options:
     graph = "graph" if device.type == "cuda" else "static"
     sets = {
         "plain": Options(),
-        "default": _default(device),
+        "default": _default(),
         "fast": Options(graph, *(choices[-1] for key, choices in CHOICES.items() if key != "decode")),
     }
     if name not in sets:

@@ -42,6 +42,11 @@ class Timing:
     def seconds(self) -> float:
         return statistics.median(self.each)
 
+    @property
+    def spread(self) -> tuple[float, float, float]:
+        """The least, the median, the most."""
+        return min(self.each), self.seconds, max(self.each)
+
     def peaks(self) -> dict[str, float | None]:
         return {
             "peak_gib": self.peak_gib,

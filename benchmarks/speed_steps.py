@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from pictures import pictures
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.samples import conversation
 from realvr.data.sample import ImageRef, Sample
@@ -30,10 +31,13 @@ from realvr.training.settings import RlSettings
 from realvr.training.sources import training_data
 from realvr.training.tracking import Tracker
 from speed_baseline import naive_seconds
-from speed_kit import STEP_MICROBATCH, Bench, DoesNotFit, memory_mode, text_tokens, wait
+from speed_fit import step_too_large
+from speed_kit import Bench, CannotFit, DoesNotFit, text_tokens, wait
 from speed_options import thick_adapters
+from speed_passes import kernel_layers, span_counts
 from speed_results import Timing, put_lora_vs_full
-from speed_sections import QWEN_ONLY, generate_seconds, kernel_layers, span_counts
+from speed_sections import QWEN_ONLY, generate_seconds, generates
+from speed_sizes import STEP_MICROBATCH, memory_mode
 
 QUESTION = "What color is the object in the marked part of the picture, and where is it with respect to the others? "
 CHOICES = ["red", "green", "blue", "yellow"]
@@ -71,7 +75,7 @@ def write_samples(folder: Path, count: int, pictures: int, width: int, height: i
     for number in range(count):
         names = [f"images/{number}-{index}.png" for index in range(pictures)]
         for index, name in enumerate(names):
-            picture(number * pictures + index, width, height).save(folder / name)
+            picture(number * pictures + index, width, height).save(folder / name, compress_level=1)
         x, y = np.random.default_rng(number).uniform(0.05, 0.6, 2).tolist()
         boxes = [{"image": 0, "xyxy": [x, y, x + 0.25, y + 0.2]}]
         row = {"id": f"speed-{number}", "images": names, "question": asked, "choices": CHOICES}
@@ -90,18 +94,27 @@ class Parts:
 
     device: torch.device
     each: dict[str, list[float]] = field(default_factory=dict)
-    text: set[int] = field(default_factory=set)
-    """Tokens of text that prompts had."""
+    seen: set[tuple[int, int, int]] = field(default_factory=set)
+    """Tokens of text, visual tokens and pictures that prompts had."""
 
     def counted(self, take: Callable[[], list[PromptBatch]]) -> Callable[[], list[PromptBatch]]:
-        """The function, the text of its prompts noted."""
+        """The function, what its prompts have noted."""
 
         def run() -> list[PromptBatch]:
             found = take()
-            self.text |= {text_tokens(prompt) for batch in found for prompt in batch.prompts}
+            for prompt in (prompt for batch in found for prompt in batch.prompts):
+                text = text_tokens(prompt)
+                self.seen.add((text, len(prompt) - text, len(prompt.images)))
             return found
 
         return run
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """What prompts had, as `Bench.counts`: a number, or several where they differ."""
+        found = [sorted(set(values)) for values in zip(*self.seen, strict=True)]
+        names = ("text_tokens", "visual_tokens", "pictures")
+        return {name: each[0] if len(each) == 1 else each for name, each in zip(names, found, strict=True)}
 
     def clocked(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, its time added to part ``name`` of the step."""
@@ -143,23 +156,25 @@ def rl_settings(bench: Bench, data: Path, out: Path, rank: int, microbatch: int,
     )
 
 
-def pictures(bench: Bench) -> tuple[int, int, int]:
-    """Pictures of a prompt that have as many visual tokens as the workload says: how many, width, height."""
-    processor, sizes = bench.backbone().processor, bench.sizes
-    if processor.tokens_per_tile is None:
-        side = processor.stock.patch_size * processor.merge
-        return 1, sizes.grid[1] * side, sizes.grid[0] * side
-    return max(1, sizes.visual // processor.tokens_per_tile), 896, 896
+def samples(bench: Bench) -> Path:
+    """Data of whole steps, with as many visual and text tokens as the other prompts; written once."""
+    backbone, wanted = bench.backbone(), bench.text_tokens
+    count, width, height = pictures(backbone.processor, bench.sizes.grid)
+    prompts = 2 * bench.sizes.prompts
+
+    def write(folder: Path) -> Path:
+        asked = question(backbone, picture(0, width, height), count, wanted)
+        return write_samples(folder / "data", prompts, count, width, height, asked)
+
+    return bench.kept(("samples", prompts, count, width, height, wanted), write)
 
 
 @contextmanager
 def stage2(bench: Bench, rank: int, microbatch: int, answer: int) -> Iterator[tuple[loop.Run, Parts]]:
     """A run of Stage 2 between its steps, on a fresh model; the model is dropped afterwards."""
     bench.drop()
-    count, width, height = pictures(bench)
+    data = samples(bench)
     with tempfile.TemporaryDirectory() as scratch:
-        asked = question(bench.backbone(), picture(0, width, height), count, bench.text_tokens)
-        data = write_samples(Path(scratch) / "data", 2 * bench.sizes.prompts, count, width, height, asked)
         settings = rl_settings(bench, data, Path(scratch) / "run", rank, microbatch, answer)
         engine = start_engine(cpu=bench.device.type == "cpu")
         engine.seed(0)
@@ -185,18 +200,40 @@ def stage2(bench: Bench, rank: int, microbatch: int, answer: int) -> Iterator[tu
 
 
 def rl_step(bench: Bench, rank: int, answer: int) -> tuple[Timing, dict[str, Any]]:
-    """A whole step of ``train rl`` in the largest microbatches that fit."""
+    """A whole step of ``train rl`` in the largest microbatches that fit. What did not fit is not tried again, with no
+    longer completions either."""
     sizes = bench.sizes
-    largest = sizes.lora_microbatch if rank else sizes.microbatch or STEP_MICROBATCH
-    tried = sizes.microbatches(largest)
-    for microbatch in tried:
+    key = (bench.name, rank, sizes)
+    least, known = bench.misfits.get(key, (answer + 1, DoesNotFit()))
+    if answer >= least:
+        raise type(known)(*known.args)
+    try:
+        return _fitting(bench, rank, answer)
+    except DoesNotFit as error:
+        bench.misfits[key] = answer, type(error)(*error.args)
+        raise
+
+
+def _fitting(bench: Bench, rank: int, answer: int) -> tuple[Timing, dict[str, Any]]:
+    sizes = bench.sizes
+    what = f"a step of {sizes.prompts} prompts with rank {rank}"
+    sizes_asked = sizes.microbatches(sizes.lora_microbatch if rank else sizes.microbatch or STEP_MICROBATCH)
+    tried: list[int] = []
+    why = None
+    for microbatch in sizes_asked:
+        if (why := step_too_large(bench, rank, microbatch, answer)) is not None:
+            print(f"  {what} in microbatches of {microbatch} is not tried: it {why}", flush=True)
+            continue
         bench.in_time()
+        tried.append(microbatch)
         found = _steps(bench, rank, microbatch, answer)
         bench.clear()
         if found is not None:
             return found
-        print(f"  a step with rank {rank} in microbatches of {microbatch}: does not fit", flush=True)
-    raise DoesNotFit(f"a step of {sizes.prompts} prompts with rank {rank} fits in no microbatch of {tried}")
+        print(f"  {what} in microbatches of {microbatch}: does not fit", flush=True)
+    if not tried:
+        raise CannotFit(f"{what} {why}, in microbatches of {sizes_asked[-1]}")
+    raise DoesNotFit(f"{what} fits in no microbatch of {tried}")
 
 
 def _steps(bench: Bench, rank: int, microbatch: int, answer: int) -> tuple[Timing, dict[str, Any]] | None:
@@ -214,8 +251,7 @@ def _steps(bench: Bench, rank: int, microbatch: int, answer: int) -> tuple[Timin
             assert isinstance(method, ReaLVR)
             fast = method.rollouts.fast
             counts = {"span_counts": span_counts(method), "decode_counts": None if fast is None else dict(fast.counts)}
-            text = max(parts.text) if len(parts.text) == 1 else sorted(parts.text)
-            facts = {"prompts": sizes.prompts, "answer": answer, "text_tokens": text, "microbatch": microbatch}
+            facts = {"prompts": sizes.prompts, "answer": answer, **parts.counts, "microbatch": microbatch}
             facts |= {"rank": rank, "memory": memory, "parts": parts.medians(timing.seconds)}
             if rank:
                 facts["kernel_layers"] = kernel_layers(method.backbone)
@@ -237,14 +273,14 @@ def whole_step(bench: Bench) -> None:
 def step_ratios(bench: Bench) -> None:
     """The same against the baseline that rolls out prompt by prompt with ``generate``; measured in this process."""
     sizes, results = bench.sizes, bench.results
-    if not results.of_this_run("rl_step_seconds"):
-        whole_step(bench)
-    seconds, facts = results.value("rl_step_seconds"), results.inputs("rl_step_seconds")
-    assert seconds is not None
-    if not bench.backbone().mrope:
+    if not generates(bench):
         for kind in ("paper", "release"):
             results.put(f"step_ratio_{kind}", None, note=QWEN_ONLY)
         return
+    if not results.of_this_run("rl_step_seconds") or results.value("rl_step_seconds") is None:
+        whole_step(bench)
+    seconds, facts = results.value("rl_step_seconds"), results.inputs("rl_step_seconds")
+    assert seconds is not None
     sampled = generate_seconds(bench, bench.prompts(1)).seconds
     same = facts["parts"]["encode"] + facts["parts"]["optimizer"]
     for kind in ("paper", "release"):
@@ -256,8 +292,9 @@ def step_ratios(bench: Bench) -> None:
         inputs = {"baseline_seconds": baseline, "made_of": f"{made_of} + our encoding and optimizer"}
         parts = {"generate_seconds": sampled, "train_seconds": passes - spared, "seconds": seconds}
         ours = {name: facts[name] for name in ("microbatch", "memory")}
-        if facts["text_tokens"] != bench.text_tokens:
-            ours["note"] = f"our prompts have {facts['text_tokens']} text tokens, the baseline's {bench.text_tokens}"
+        differ = [f"{facts[name]} {name}, not {count}" for name, count in bench.counts.items() if facts[name] != count]
+        if differ:
+            ours["note"] = f"our prompts have {'; '.join(differ)} as the baseline's"
         beside["fraction_of"] = "baseline_matmul_fraction: of its passes with gradient, same timing"
         results.put(f"step_ratio_{kind}", baseline / seconds, **inputs, **parts, **ours, **beside)
 

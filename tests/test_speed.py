@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,12 +25,15 @@ import naive_stage2 as naive
 import speed
 import speed_baseline
 import speed_growth
-import speed_sections
+import speed_kit
+import speed_passes
+from realvr.backbone.automatic import Where
 from realvr.backbone.backbone import Backbone
 from realvr.training import gradients as gradients_module
-from speed_kit import SMALL, Bench, OutOfTime, about, step_bytes, timed
-from speed_options import CHOICES, parse_options
+from speed_kit import Bench, OutOfTime, about, flops, step_bytes, timed
+from speed_options import CHOICES, SETTINGS, parse_options
 from speed_results import Results, Timing
+from speed_sizes import SMALL
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -40,8 +44,7 @@ UNCHANGED = (
 DIGEST = "feb2bbdf07e0399c5c4f55f51a0a30acfbe2acd3a71de8d1f0d2494f1028c613"
 
 
-def bench(tmp_path: Path, dtype: torch.dtype = torch.float64) -> Bench:
-    preset = "tiny:qwen2.5-vl"
+def bench(tmp_path: Path, dtype: torch.dtype = torch.float64, preset: str = "tiny:qwen2.5-vl") -> Bench:
     results = Results(tmp_path / "speed.json", about(SMALL, preset, CPU, dtype, 1), resume=False)
     return Bench(preset, CPU, dtype, SMALL, 1, time.monotonic() + 600, results)
 
@@ -84,7 +87,7 @@ def test_baseline_commit_and_package_agree_on_the_same_inputs(tmp_path: Path, mo
     """Loss, gradients and number of passes: the reference of today, that of f48efcc, and our schedule."""
     made = bench(tmp_path)
     backbone = made.backbone()
-    (batch,) = speed_sections.cut(made, 1, 1)
+    (batch,) = speed_passes.cut(made, 1, 1)
     given = speed_baseline.examples(backbone, batch, tower=True)
     old = at_commit(tmp_path)
     with speed_baseline.stock(backbone, checkpointed=True):
@@ -155,6 +158,35 @@ def test_sets_of_options_and_their_changes() -> None:
         parse_options("fast:decode=warp", CPU)
 
 
+@pytest.mark.parametrize(
+    ("family", "on"),
+    [
+        ("qwen2.5-vl", {"packed", "layers", "replay", "span"}),
+        ("gemma3", {"layers", "replay", "span"}),  # its images are seen both ways: packed rows keep their mask
+        ("qwen3-vl-moe", set()),
+    ],
+)
+def test_the_default_set_is_what_the_package_switches_on_for_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, on: set[str]
+) -> None:
+    of = Where.of
+
+    def on_a_gpu(found: Backbone) -> Where:
+        return replace(of(found), cuda=True, flash=True, packs=not found.two_way_images)
+
+    monkeypatch.setattr(Where, "of", on_a_gpu)
+    made = bench(tmp_path, preset=f"tiny:{family}")
+    made.name, made.options = "default", parse_options("default:lora=peft", CPU)
+    assert [made.options.facts()[name] for name in sorted(SETTINGS)] == ["auto"] * 4
+    made.backbone()
+    facts = made.options.facts()
+    assert {name for name in SETTINGS if facts[name] == CHOICES[name][-1]} == on
+    assert {name for name in SETTINGS if facts[name] == CHOICES[name][0]} == SETTINGS.keys() - on
+    made.results.put("vision_ratio", 1.0)
+    for name in SETTINGS:
+        assert f"{name}={facts[name]}" in made.results.inputs("vision_ratio")["switches"]
+
+
 def test_readouts_of_a_release_count_once() -> None:
     """One completion measured: a replay of 1 s, eight latent steps of 2 s, four readouts of 3 s."""
     assert speed_baseline.repeated(1 + 8 * 2 + 4 * 3, 4 * 3, 8) == 8 * (1 + 8 * 2) + 4 * 3
@@ -204,6 +236,26 @@ def test_the_clock_takes_medians_of_warm_runs_and_stops_in_time() -> None:
     assert Timing([1.0, 9.0, 2.0], None).seconds == 2.0
     with pytest.raises(OutOfTime):
         timed(lambda: None, CPU, 5, time.monotonic() - 1)
+
+
+def test_quick_runs_are_repeated_more_often_and_their_spread_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = {"now": 0.0, "step": 0.5}
+    monkeypatch.setattr(speed_kit.time, "perf_counter", lambda: clock["now"])
+
+    def run() -> None:
+        clock["now"] += clock["step"]
+
+    late = time.monotonic() + 60
+    assert len(timed(run, CPU, 5, late, quick=15).each) == 15 and len(timed(run, CPU, 20, late, quick=15).each) == 20
+    clock["step"] = 1.5
+    assert len(timed(run, CPU, 5, late, quick=15).each) == 5
+    assert Timing([3.0, 1.0, 9.0], None).spread == (1.0, 3.0, 9.0)
+
+
+def test_a_first_run_may_do_something_else_too() -> None:
+    calls: list[str] = []
+    timed(lambda: calls.append("run"), CPU, 2, time.monotonic() + 60, 1, lambda: calls.append("first"))
+    assert calls == ["first", "run", "run"]
 
 
 def test_fits_find_the_exponent() -> None:
@@ -266,12 +318,18 @@ def test_the_whole_script_runs_on_a_tiny_model(tmp_path: Path) -> None:
     for name in names - {"lora_peak_gib"}:  # no GPU, no peak
         assert math.isfinite(found[name]["value"]) and found[name]["inputs"], name
     assert found["loss_gap"]["value"] < 1e-4
+    for name in ("evidence_overhead_1_lora", "evidence_overhead_1_full"):
+        inputs = found[name]["inputs"]
+        spread = inputs["realvr_spread"]
+        assert inputs["realvr_repeats"] == 15 and spread["min"] <= spread["median"] <= spread["max"]
+        assert found[name]["value"] == pytest.approx(spread["median"] / inputs["lvr_rl_spread"]["median"] - 1, rel=1e-3)
     paper, release = (found[f"train_part_ratio_{kind}"]["inputs"] for kind in ("paper", "release"))
     answers = 4
     assert paper["passes"] == SMALL.group + SMALL.latents + answers and paper["multiplied_by"] == 1
     assert release["passes"] == SMALL.group * (1 + SMALL.latents) + answers and release["multiplied_by"] == SMALL.group
     assert found["prefill_matmul_fraction"]["inputs"]["tokens"] == pytest.approx(SMALL.visual + SMALL.text, abs=12)
     assert paper["baseline_matmul_fraction"] > 0 and found["vision_ratio"]["inputs"]["commit"] == "0123456789ab"
+    assert set(paper["same_mode_ratios"]) == {"checkpointed-prefill", "checkpointed"} and paper["memory"] == "cached"
     step = found["step_ratio_release"]["inputs"]
     assert step["baseline_matmul_fraction"] == release["baseline_matmul_fraction"] > 0
     assert step["text_tokens"] == found["rl_step_seconds"]["inputs"]["text_tokens"] and "note" not in step
@@ -318,7 +376,7 @@ def test_operations_of_attention_are_those_that_torch_counts() -> None:
     query, key = torch.empty(2, 8, 5, 16), torch.empty(2, 4, 7, 16)
     forward = flop_counter.sdpa_flop_count(query.shape, key.shape, key.shape)
     backward = flop_counter.sdpa_backward_flop_count(query.shape, query.shape, key.shape, key.shape)
-    formulas = speed_flops.attention_formulas()
+    formulas = speed_flops.formulas()
     aten = torch.ops.aten
     assert formulas[aten._scaled_dot_product_flash_attention](query, key, key) == forward
     assert formulas[aten._scaled_dot_product_flash_attention_backward](query, query, key, key) == backward
@@ -327,3 +385,27 @@ def test_operations_of_attention_are_those_that_torch_counts() -> None:
     packed, ends = torch.empty(9, 8, 16), torch.tensor([0, 4, 9])
     by_hand = 2 * 2 * 8 * (4 * 4 + 5 * 5) * 16
     assert formulas[aten._flash_attention_forward](packed, packed, packed, ends, ends) == by_hand
+
+
+def test_operations_of_grouped_products() -> None:
+    """Three groups of 16 rows, one of them empty: as many operations as one product of all rows, and backward two."""
+    rows = torch.randn(16, 32, requires_grad=True)
+    weights = torch.randn(3, 32, 24, requires_grad=True)
+    ends = torch.tensor([5, 5, 16], dtype=torch.int32)
+    assert flops(lambda: torch._grouped_mm(rows, weights, offs=ends)) == 2 * 16 * 32 * 24
+    ones = torch.ones(16, 24)
+    assert flops(lambda: torch._grouped_mm(rows, weights, offs=ends).backward(ones)) == 3 * 2 * 16 * 32 * 24
+    stacked = torch.randn(3, 8, 32)
+    assert flops(lambda: torch._grouped_mm(stacked, weights)) == 3 * 2 * 8 * 32 * 24
+
+
+def test_a_mixture_of_experts_counts_what_its_tokens_pass_through(tmp_path: Path) -> None:
+    """Two experts a token, three matrices each: what a dense MLP of that width would count."""
+    made = bench(tmp_path, torch.float32, "tiny:qwen3-vl-moe")
+    mlp = made.backbone().decoder.layers[0].mlp
+    text = made.backbone().model.config.text_config
+    states = torch.randn(1, 9, text.hidden_size, dtype=made.dtype)
+    expected = 2 * 9 * text.num_experts_per_tok * 3 * text.hidden_size * text.moe_intermediate_size
+    router = 2 * 9 * text.hidden_size * text.num_experts
+    with torch.no_grad():
+        assert flops(lambda: mlp(states)) == expected + router

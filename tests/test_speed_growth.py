@@ -17,9 +17,10 @@ import torch
 import speed_growth
 import speed_kit
 from memory import NARROW
-from speed_kit import Bench, Sizes, about
+from speed_kit import Bench, about
 from speed_options import parse_options
 from speed_results import Results, Timing
+from speed_sizes import Sizes
 
 CPU = torch.device("cpu")
 GRIDS = {"plain": ((8, 8), (8, 16), (8, 24), (16, 16)), "fast": ((16, 48), (32, 32), (32, 40), (32, 48))}

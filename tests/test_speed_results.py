@@ -17,9 +17,10 @@ import speed
 import speed_baseline
 import speed_growth
 from realvr.errors import UserError
-from speed_kit import FULL, SMALL, Bench, OutOfTime, Sizes, about, step_bytes
+from speed_kit import Bench, OutOfTime, about, step_bytes
 from speed_options import parse_options
 from speed_results import Results, Timing, put_lora_vs_full
+from speed_sizes import FULL, SMALL, Sizes
 
 CPU = torch.device("cpu")
 PRESET = "tiny:qwen2.5-vl"
