@@ -46,14 +46,15 @@ def deeper(build_tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     """A tiny model with more layers and a wider MLP, so that its parts are in proportion as in real ones."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    def make(family: str, rank: int = 0, markers: bool = False) -> Backbone:
+    def make(family: str, rank: int = 0, markers: bool = False, **changes: int) -> Backbone:
         folder = tmp_path_factory.mktemp(family)
         for file in build_tiny(family).iterdir():
             (folder / file.name).write_bytes(file.read_bytes())
         raw = json.loads((folder / "config.json").read_text())
-        raw["text_config"] |= {"num_hidden_layers": LAYERS, "intermediate_size": FFN}
+        raw["text_config"] |= {"num_hidden_layers": LAYERS, "intermediate_size": FFN, **changes}
         if kinds := raw["text_config"].get("layer_types"):
-            raw["text_config"]["layer_types"] = (kinds * LAYERS)[:LAYERS]
+            layers = raw["text_config"]["num_hidden_layers"]
+            raw["text_config"]["layer_types"] = (kinds * layers)[:layers]
         (folder / "config.json").write_text(json.dumps(raw))
         torch.manual_seed(0)
         AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
@@ -347,6 +348,19 @@ def test_peak_of_a_step_with_narrow_adapters(
 @pytest.mark.parametrize("what", ["cached", "many latents"])
 def test_peak_of_a_step_with_split_attention(deeper: Callable[..., Backbone], what: str) -> None:
     check_step(deeper("qwen2.5-vl"), STEPS[what], split=True)
+
+
+@pytest.mark.parametrize("rank", [0, RANK])
+@pytest.mark.parametrize("what", ["checkpointed-prefill", "no evidence"])
+def test_peak_of_a_step_with_many_keys_and_values(
+    deeper: Callable[..., Backbone], what: str, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as there are queries, and a long prompt. Gradients of them, from latent steps and replay, are there
+    once."""
+    monkeypatch.setattr(small_kernels, "FEW", 20 * FFN)
+    sizes = {"num_key_value_heads": 4, "num_hidden_layers": 10, "intermediate_size": 160}
+    case = replace(STEPS[what], grid=(16, 24), rows=2, group=2, answer=4, rank=rank)
+    check_step(deeper("qwen2.5-vl", rank, **sizes), case, split=True, within=0.05)
 
 
 def check_step(

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from realvr.backbone.attention_rows import probed, weights_of
 from realvr.backbone.packed_attention import Packed, attend_packed
@@ -270,7 +271,29 @@ def joined(pieces: Segments) -> tuple[Tensor, Tensor]:
     if len(pieces) == 1:
         return pieces[0]
     keys, values = zip(*pieces, strict=True)
-    return torch.cat(keys, dim=2), torch.cat(values, dim=2)
+    if not torch.is_grad_enabled():
+        return torch.cat(keys, dim=2), torch.cat(values, dim=2)
+    return _Joined.apply(*keys), _Joined.apply(*values)
+
+
+class _JoinedNode(FunctionCtx):
+    lengths: list[int]
+
+
+class _Joined(torch.autograd.Function):
+    """`torch.cat` over columns. Its gradients are views of one tensor: that of a few columns, which may wait until all
+    other layers have gone backward, would keep a gradient of the whole prompt alive in every layer. Here only the
+    longest piece gets a view."""
+
+    @staticmethod
+    def forward(ctx: _JoinedNode, *pieces: Tensor) -> Tensor:
+        ctx.lengths = [piece.shape[2] for piece in pieces]
+        return torch.cat(pieces, dim=2)
+
+    @staticmethod
+    def backward(ctx: _JoinedNode, grad: Tensor) -> tuple[Tensor, ...]:
+        longest = max(ctx.lengths)
+        return tuple(x if x.shape[2] == longest else x.clone() for x in grad.split(ctx.lengths, dim=2))
 
 
 def _folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:

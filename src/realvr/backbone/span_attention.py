@@ -22,13 +22,16 @@ from typing_extensions import override
 from realvr.backbone.notices import notice_once
 from realvr.backbone.packed_attention import has_flash
 from realvr.backbone.split_attention import Split, merged
+from realvr.backbone.trunk_gradients import LaterGradients, Queries
 
 
 @dataclass(frozen=True)
 class Run(Split):
     """One query of each row, its ``size`` heads for one of keys and values. ``real`` marks the columns of the trunk
-    that it sees: one run in each row, with hidden columns on either side."""
+    that it sees: one run in each row, with hidden columns on either side. With ``later`` its backward pass gives the
+    trunk's keys and values no gradients, and leaves there what they are made of."""
 
+    later: LaterGradients | None = field(default=None, compare=False)
     causal: ClassVar[bool] = False
 
     @cached_property
@@ -54,15 +57,23 @@ class Run(Split):
     def together(self, x: Tensor) -> Tensor:
         return x
 
+    @override
+    def defers(self, key: Tensor, query: Tensor, grad: Tensor, out: Tensor, lse: Tensor, scaling: float) -> bool:
+        if self.later is None:
+            return False
+        self.later.add(key, Queries(query, grad, out, lse, self.real, scaling))
+        return True
+
 
 @dataclass(frozen=True)
 class Trunk:
     """What the steps of a span of ``span`` columns stand behind: ``length`` columns in one piece. ``visible`` (B,
-    length) marks those that they see, one run in each row; None: all."""
+    length) marks those that they see, one run in each row; None: all. ``later``: see `Run`."""
 
     length: int
     span: int
     visible: Tensor | None = None
+    later: LaterGradients | None = field(default=None, compare=False)
     _whole: dict[tuple[torch.device, int], Run] = field(default_factory=dict, compare=False, repr=False)
 
     def takes(self, query: Tensor, window: int | None) -> bool:
@@ -84,11 +95,11 @@ class Trunk:
         if window is None:
             if (device, folds) not in self._whole:  # the same for all steps
                 real = None if self.visible is None else self.visible.to(device)
-                self._whole[device, folds] = Run(self.length, 1, folds, real)
+                self._whole[device, folds] = Run(self.length, 1, folds, real, self.later)
             return (self._whole[device, folds],) * queries
         assert place_BT is not None
         seen = [self._near(place_BT, column, window) for column in range(-queries, 0)]
-        return tuple(Run(self.length, 1, folds, real.to(device)) for real in seen)
+        return tuple(Run(self.length, 1, folds, real.to(device), self.later) for real in seen)
 
     def _near(self, place_BT: Tensor, column: int, window: int) -> Tensor:
         near = place_BT[:, : self.length] > place_BT[:, column, None] - window

@@ -87,6 +87,10 @@ class Split:
         """(B * G, H, S, …) as (B, H, G * S, …)."""
         return x.unflatten(0, (-1, self.branches)).transpose(1, 2).flatten(2, 3)
 
+    def defers(self, key: Tensor, query: Tensor, grad: Tensor, out: Tensor, lse: Tensor, scaling: float) -> bool:
+        """Whether the gradients of the trunk's keys and values are made later, out of these."""
+        return False
+
 
 class Rows(Protocol):
     """Attention rows that are asked for, see `realvr.backbone.attention.Probe`."""
@@ -187,7 +191,9 @@ class _SplitAttention(torch.autograd.Function):
         of_trunk = seen.backward(grad, query, trunk_key, trunk_value, out, lse)
         own = inside.backward(*map(split.apart, (grad, query, key, value, out, lse)))
         of_query, of_key, of_value = map(split.together, own)
-        return of_trunk[0] + of_query, of_trunk[1], of_trunk[2], of_key, of_value, None, None
+        later = split.defers(trunk_key, query, grad, out, lse, seen.scaling)
+        of_keys_and_values = (None, None) if later else of_trunk[1:]
+        return of_trunk[0] + of_query, *of_keys_and_values, of_key, of_value, None, None
 
 
 class _Part:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from realvr.backbone.attention import Columns
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.span_attention import Trunk
+from realvr.backbone.trunk_gradients import LaterGradients, Queries, multiplied
 from realvr.latent import graphs
 from realvr.latent.span import span_tokens, think
 from realvr.latent.state import State
@@ -47,7 +48,7 @@ class Bytes(NamedTuple):
     static: int
     """Static tensors, outside the memory pool."""
     kept: int
-    """Results of the backward graph, which every shape has for itself in the pool."""
+    """Results of the backward graph, which every shape has for itself in the pool, where they are large."""
     working: int
     """The rest of the pool, which all shapes share."""
 
@@ -56,18 +57,20 @@ def recording_bytes(backbone: Backbone, like: State, columns: int, latents: int,
     """What the span behind a state takes once it is recorded, with a trunk of so many columns (`span_bytes`)."""
     column = sum(x[:, :, :1].numel() * x.element_size() for pieces in like.kv for x in pieces[0])
     unique = {id(x): x for _, _, x in _leaves(backbone)}.values()
-    return span_bytes(column, columns, latents, split, sum(x.numel() * x.element_size() for x in unique))
+    gradients = sum(x.numel() * x.element_size() for x in unique)
+    return span_bytes(column, columns, latents, len(like.kv), split, gradients)
 
 
-def span_bytes(column: int, columns: int, latents: int, split: bool = False, gradients: int = 0) -> Bytes:
+def span_bytes(column: int, columns: int, latents: int, layers: int, split: bool = False, gradients: int = 0) -> Bytes:
     """From the bytes of one column in all layers and rows, and those of the gradients of parameters that are not
     deferred. In the pool every pass keeps the joined keys and values, or those of the span alone (``split``), for the
-    backward graph; beside them are the trunk's gradients, twice while they are added up. Activations are not counted:
-    they are small against joined keys and values, and a fifth of the rest with ``split``."""
-    passes = latents + 1
+    backward graph; beside them one layer's gradients of the trunk are added to those of the steps before. Joined, these
+    are kept for all layers; split, the trunk's gradients are made outside. Activations are not counted: they are small
+    against joined keys and values, and about a third of the trunk with ``split``."""
+    passes, trunk = latents + 1, column * columns
     joined = 0 if split else passes
-    working = (joined + 1) * columns + passes * span_tokens(latents)
-    return Bytes(column * columns, column * columns + gradients, column * working)
+    working = joined * trunk + trunk // layers + column * passes * span_tokens(latents)
+    return Bytes(trunk, gradients + (0 if split else trunk), working)
 
 
 class Recording:
@@ -107,6 +110,9 @@ class Recording:
         """Gradients of those values that have one."""
         self.grads_out: list[Tensor | None] = []
         """Gradients of markers, trunk and parameters."""
+        self.queries: list[Queries | None] = []
+        """Of each layer, what gradients of its trunk are still to be made of."""
+        self._later = LaterGradients()
 
     @torch.no_grad()
     def load(self, state: State, markers_B2D: Tensor) -> None:
@@ -139,8 +145,7 @@ class Recording:
 
         def backward() -> None:
             nonlocal found
-            for _, apart in aparts:
-                apart.pairs.clear()
+            no_gradients()
             outputs = [made[i] for i in self.grads_in]
             # Retained: warm-ups run before it is recorded.
             found = torch.autograd.grad(
@@ -148,6 +153,8 @@ class Recording:
             )
             with torch.no_grad():  # inputs are in the graph, which must not outlive the recording
                 kept[:] = [tuple(map(torch.cat, zip(*apart.pairs, strict=True))) for _, apart in aparts]
+                self.queries = [self._later.of(key) for key in self.kv[::2]]
+                self._later.clear()
 
         def no_graph() -> None:
             nonlocal made
@@ -155,8 +162,9 @@ class Recording:
 
         def no_gradients() -> None:
             nonlocal found
-            found = []
+            found, self.queries = [], []
             kept.clear()
+            self._later.clear()
             for _, apart in aparts:
                 apart.pairs.clear()
 
@@ -177,7 +185,8 @@ class Recording:
             leaves = [*inputs, *(alias for _, alias in aliases), *(apart.weight for _, apart in aparts)]
             self._backward = graphs.record_step(record, backward, [], forget=no_gradients)
             with torch.no_grad():
-                _check(self._backward, [x for x in (*found, *sum(kept, ())) if x is not None])
+                later = [each.query_BHRd for each in self.queries if each is not None]
+                _check(self._backward, [x for x in (*found, *sum(kept, ()), *later) if x is not None])
         by_input = {id(x): grad for x, grad in zip(inputs, found, strict=False)}
         of_aliases = found[len(inputs) : len(inputs) + len(aliases)]
         used = [(p, grad) for (p, _), grad in zip(aliases, of_aliases, strict=True) if grad is not None]
@@ -198,7 +207,9 @@ class Recording:
         )
         with torch.enable_grad():
             # Made here: what it finds out of the visible columns is recorded too.
-            trunk = Trunk(columns, span_tokens(self.latents), self.visible_BT) if self.split else None
+            span = span_tokens(self.latents)
+            later = self._later if any(x.requires_grad for x in self.kv) else None
+            trunk = Trunk(columns, span, self.visible_BT, later) if self.split else None
             after, z_BKD = think(self.backbone, state, self.latents, markers_B2D=self.markers_B2D, trunk=trunk)
             own = [x if len(pieces) > 1 else x[:, :, columns:] for pieces in after.kv for x in pieces[-1]]
         return [z_BKD, after.last_BD, *own]
@@ -215,7 +226,19 @@ class Recording:
             room.zero_() if grad is None else room.copy_(grad)
         self._backward()
         copies = iter(_copies([x for x in self.grads_out if x is not None]))
-        return [None if x is None else next(copies) for x in self.grads_out]
+        found = [None if x is None else next(copies) for x in self.grads_out]
+        for layer, queries in enumerate(self.queries):
+            if queries is not None:
+                pair = slice(1 + 2 * layer, 3 + 2 * layer)  # behind the markers
+                found[pair] = self._with_trunk(queries, self.kv[2 * layer : 2 * layer + 2], found[pair])
+        return found
+
+    def _with_trunk(
+        self, queries: Queries, pair: Sequence[Tensor], joined: Sequence[Tensor | None]
+    ) -> Iterator[Tensor | None]:
+        """Gradients of a layer's keys and values, with those of passes that have ``joined`` them."""
+        for x, other, grad in zip(pair, joined, multiplied(queries, *pair), strict=True):
+            yield None if not x.requires_grad else grad if other is None else grad + other
 
 
 def _static(like: Tensor, columns: int, split: bool) -> Tensor:

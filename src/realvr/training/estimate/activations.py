@@ -22,6 +22,8 @@ FOLD_ROWS = 32
 """Query rows up to which a masked pass does not repeat keys and values (see ``backbone.attention``)."""
 LOGIT_BYTES = 17
 """Per logit while a chunk passes the head: log-probabilities and three temporary tensors of 32 bits, and one mask."""
+LOGIT_BACKWARD = 12
+"""Per logit while a chunk goes back, without the entropy: log-probabilities and two gradients of 32 bits."""
 ADAPTED = 7
 """Linear layers of a dense decoder layer, each with an adapter."""
 
@@ -325,14 +327,17 @@ def _free_running(d: Decoder, w: Workload, adapters: bool) -> list[Phase]:
     span = saved(w.span, w.tokens, True, recomputed) if w.latents and replay else 0
     branches = replay_bytes(d, w, adapters)
     behind = columns if joined_layers(d, w) else 0
-    logits = LOGIT_BYTES * d.vocab * chunk_rows(d, w.rows * replay)
+    logits = d.vocab * chunk_rows(d, w.rows * replay)
     before = prompt + span + branches
     # As long as the forward pass runs, its last states are there too.
     ahead = saved(w.tokens, 0, w.padded, recomputed) + span + branches
     free = w.evidence and w.latents > 0
+    # Gradients of the prompt's keys and values, once the latent steps have gone backward. Later they take the place of
+    # these themselves.
+    trunk = w.rows * w.tokens * 2 * d.key * d.itemsize * d.layers if free else 0
     found = [
         Phase("vision", vision_bytes(d, w.rows * w.visual)),
-        Phase("output layer, forward", ahead + logits),
+        Phase("output layer, forward", ahead + LOGIT_BYTES * logits),
     ]
     if free:
         reading = reading_bytes(d, w.rows, w.readout, columns + w.readout, adapters)
@@ -345,11 +350,12 @@ def _free_running(d: Decoder, w: Workload, adapters: bool) -> list[Phase]:
         backward = before + steps * (w.latents - 1) // w.latents + one
         found += [
             Phase("readout", ahead + steps + end + reading),
-            Phase("latent steps, backward", backward, "but a table", steps_only=True),
+            Phase("latent steps, backward", backward + trunk, "but a table", steps_only=True),
         ]
+    last: Gradients = "all" if free else "head"
     found += [
-        Phase("output layer, backward", before + logits, "all" if free else "head", steps_only=free),
-        Phase("replay, backward", prompt + span + layer(replay, behind, behind > 0, recomputed), "all", True),
+        Phase("output layer, backward", before + trunk + LOGIT_BACKWARD * logits, last, steps_only=free),
+        Phase("replay, backward", prompt + span + trunk + layer(replay, behind, behind > 0, recomputed), "all", True),
         Phase("prompt, backward", prompt + layer(w.tokens, 0, w.padded, recomputed, keys_only=True), "all"),
     ]
     return found

@@ -204,7 +204,7 @@ def recorded_bytes(decoder: Decoder, weights: Sequence[Weight], work: Workload, 
     inside = [w for w in weights if w.trained and (w.part == "layer" or (w.part == "root" and not _head(decoder, w)))]
     alone = [w for w in inside if not _defers(w, setup)]
     columns = bucket(work.tokens, COLUMNS)
-    found = sum(span_bytes(column, columns, work.latents, work.split, whole_bytes(alone)))
+    found = sum(span_bytes(column, columns, work.latents, decoder.layers, work.split, whole_bytes(alone)))
     return found + (sum(latent_steps(decoder, work, adapters)) if work.split else 0)
 
 

@@ -60,13 +60,16 @@ def buffer_bytes(d: Decoder, work: Workload) -> dict[str, int]:
 
 def _prompt_bytes(d: Decoder, work: Workload, prompts: int) -> int:
     """The prompts' pass without gradient: states, and the widest moment of one layer, which is in its MLP or in its
-    attention. Padded rows need a mask, under which keys and values are repeated for each head."""
-    b, mask = d.itemsize, work.tokens * work.padded
+    attention. Padded rows need a mask, under which keys and values are repeated for each head; so do rows with windows
+    (Gemma 3, whose images attend both ways), which have another one for those layers."""
+    masked = work.padded or d.windowed > 0
+    b, mask = d.itemsize, work.tokens * masked
     mlp = 3 * d.ffn
     if d.experts:  # gathered inputs and outputs of each expert
         mlp = d.experts_per_token * (3 * d.ffn + 2 * d.width)
-    attention = 4 * d.query + 2 * d.key + (2 * d.query + mask) * work.padded
-    return prompts * work.tokens * (b * (6 * d.width + max(mlp, attention)) + mask)
+    attention = 4 * d.query + 2 * d.key + (2 * d.query + mask) * masked
+    masks = mask * (2 if d.windowed else 1)
+    return prompts * work.tokens * (b * (6 * d.width + max(mlp, attention)) + masks)
 
 
 def rollout_group(d: Decoder, work: Workload, left: float | None) -> int:
