@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from realvr.backbone import Backbone
 from realvr.backbone.notices import notice_once
+from realvr.latent import span_recording
 from realvr.training import adapter_kernels, low_rank
 from realvr.training.adapters import Adapters
 from realvr.training.sections import LoraSettings
@@ -179,23 +180,25 @@ def compared(gap: Callable[[int, int], float]) -> Callable[..., list[float]]:
     return gaps
 
 
-def test_kernels_are_used_on_a_gpu_in_bfloat16_where_they_are_wanted(
+def test_kernels_are_used_on_an_nvidia_gpu_in_bfloat16_where_they_are_wanted(
     tiny: Callable[..., Backbone], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(adapter_kernels, "gaps", compared(lambda *_: 1e-6))
-    for device, dtype, wanted in (
-        (gpu, BF16, True),
-        (gpu, BF16, False),
-        (gpu, torch.float32, True),
-        (gpu, torch.float16, True),
-        (CPU, BF16, True),
+    for device, dtype, wanted, amd in (
+        (gpu, BF16, True, None),
+        (gpu, BF16, True, "6.2"),
+        (gpu, BF16, False, None),
+        (gpu, torch.float32, True, None),
+        (gpu, torch.float16, True, None),
+        (CPU, BF16, True, None),
     ):
         backbone = tiny(dtype)
         with monkeypatch.context() as patch:
             patch.setattr(Backbone, "device", property(lambda _, found=device: found))
+            patch.setattr(torch.version, "hip", amd)
             adapters = Adapters(backbone, LoraSettings(rank=4, kernels=wanted))
-        right = gpu if (device, dtype, wanted) == (gpu, BF16, True) else None
+        right = gpu if (device, dtype, wanted, amd) == (gpu, BF16, True, None) else None
         assert {layer.kernels for layer in layers_of(adapters)} == {right}
     assert LoraSettings().kernels
 
@@ -394,7 +397,8 @@ def test_layers_of_a_model_go_through_them_and_its_reference_does_not(
     tiny: Callable[..., Backbone], used: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adapter_kernels, "gaps", compared(lambda *_: 1e-6))
-    adapters = Adapters(tiny(), LoraSettings(rank=4, alpha=8))
+    backbone = tiny()
+    adapters = Adapters(backbone, LoraSettings(rank=4, alpha=8))
     adapters.use_kernels(CPU)
     for each in layers_of(adapters):
         x = torch.randn(3, each.widths[0]).to(BF16)
@@ -402,4 +406,7 @@ def test_layers_of_a_model_go_through_them_and_its_reference_does_not(
             each(x)
         assert not used
         each(x)
+        assert used.pop()
+        with span_recording._aliased(backbone):  # as a recorded span calls it
+            each(x)
         assert used.pop()

@@ -46,7 +46,8 @@ class Adapters:
         config = LoraConfig(r=self.rank, lora_alpha=alpha, lora_dropout=settings.dropout, target_modules=names)
         # peft replaces the layers in place: the backbone keeps its model object and its call paths.
         self.peft = get_peft_model(backbone.model, thin(config))
-        if settings.kernels and backbone.device.type == "cuda" and backbone.dtype == torch.bfloat16:
+        nvidia = backbone.device.type == "cuda" and torch.version.hip is None
+        if settings.kernels and nvidia and backbone.dtype == torch.bfloat16:
             self.use_kernels(backbone.device)
         if markers:
             train_marker_rows(backbone)

@@ -238,8 +238,8 @@ class LoraSettings(Section):
     targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     """Names of the linear layers of the language model that get an adapter."""
     kernels: bool = True
-    """On a GPU, in bfloat16: compute layers and their adapters by kernels of our own. The same numbers up to rounding,
-    which is checked on the device before training."""
+    """On an NVIDIA GPU, in bfloat16: compute layers and their adapters by kernels of our own. The same numbers up to
+    rounding, which is checked on the device before training."""
 
 
 VALIDATION_METRICS: dict[str, Literal["higher", "lower"]] = {
