@@ -134,12 +134,13 @@ def test_runs_go_on_from_records_with_other_values(
         with monkeypatch.context() as changed:
             if gpu:
                 changed.setattr(Where, "takes", lambda self, name: True)
-            changes = {"optim": {"steps": steps, "lr": 1e-4}} | asked(kind, switch)
+            changes = {"optim": {"steps": steps, "lr": 1e-4}, "lora": {"kernels": bool(switch)}} | asked(kind, switch)
             run(kind, configure(kind, untrained, data, tmp_path, **changes))
         record = json.loads((tmp_path / f"checkpoints/step-{steps:06d}/run.json").read_text())["settings"]
         assert record["model"]["fused_layers"] is (gpu or switch is True)
-    for name in OWN[kind]:  # written before there was such a setting
+    for name in OWN[kind]:  # written before there were such settings
         del record["method"][name]
+    del record["lora"]["kernels"]
     file = tmp_path / f"checkpoints/step-{steps:06d}/run.json"
     whole = json.loads(file.read_text())
     file.write_text(json.dumps(whole | {"settings": record}))
