@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import memory as benchmark
+from realvr.training import gradients
 from realvr.training.estimate import Decoder, Setup, Weight, Workload, decoder_of, estimate, weights_of, with_adapters
 from realvr.training.estimate.peak import GIB
 from realvr.training.sections import LoraSettings
@@ -169,6 +170,16 @@ def test_peak_with_fast_paths(work: dict[str, Any], rank: int, measured: float) 
         passes = [name for name in found if name not in ("update", "rollout")]
         found = {name: found[name] | {"optimizer": 0} for name in passes}
     assert max(sum(parts.values()) for parts in found.values()) / GIB == pytest.approx(measured, rel=0.07)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_large_adapters_wait_for_no_other_gradient(world: int) -> None:
+    """They are not deferred, whatever the setting."""
+    decoder, weights = shapes("Qwen2.5-VL-7B", 64, False)
+    assert max(weight.numel for weight in weights if weight.adapter) > gradients.LEAST
+    work = Workload("rl", 2, 2709, 2560, group=8, answer=64, readout=32, latents=8, split=True, recorded=True)
+    deferred, plain = (estimate(decoder, weights, work, Setup(world=world, deferred=on)) for on in (True, False))
+    assert deferred == plain
 
 
 def test_fast_paths_were_measured_in_every_memory_mode() -> None:
