@@ -42,20 +42,43 @@ def files(folder: Path, engine: str, **either: Any) -> Path:
 NARROW = """
 from pathlib import Path
 
+import torch
+
 from realvr.backbone import small_kernels
-from realvr.training import low_rank
+from realvr.training import adapter_kernels, low_rank
 from realvr.training.methods.lvr_sft import LvrSft
+from realvr.training.thin_lora import ThinLinear
 
+
+def narrow(x, weight, scale=1.0):
+    return (scale * x.float() @ weight)[None]
+
+
+def widen(inner, weight, scale, base, keep=False):
+    inner = inner.sum(0)
+    return base.copy_(base.float() + scale * inner @ weight), inner if keep else None
+
+
+def summed(inner, x, scale=1.0, turned=False):
+    found = scale * inner.t() @ x.float()
+    return found.t().contiguous() if turned else found
+
+
+def watched(name):
+    plain = getattr(low_rank, name)
+
+    def used(*given):
+        Path("{folder}", "used-" + name).touch()
+        return plain(*given)
+
+    setattr(low_rank, name, used)
+
+
+watched("low_rank"), watched("adapted")
 small_kernels.FEW = 1
-plain = low_rank.low_rank
-
-
-def watched(*given):
-    Path("{folder}", "used").touch()
-    return plain(*given)
-
-
-low_rank.low_rank = watched
+adapter_kernels.narrow, adapter_kernels.widen, adapter_kernels.summed = narrow, widen, summed
+cpu = torch.device("cpu")
+ThinLinear.kernels = property(lambda layer: cpu if layer.in_features > layer.out_features else None)
 
 
 class Narrow(LvrSft):
@@ -63,6 +86,8 @@ class Narrow(LvrSft):
 
     name = "narrow"
 """
+"""Adapters are one node of the graph: that of large passes and, where a layer has more inputs than outputs, that of
+kernels for a GPU, whose definitions stand for them."""
 
 
 @pytest.mark.parametrize("engine", SHARDED)
@@ -174,7 +199,7 @@ def test_lora_in_bf16_with_marker_rows(dense: Path, eight: Path, tmp_path: Path)
         "model": {"dtype": "bfloat16"},
     }
     changes["lora"] = {"rank": 4, "targets": ["q_proj", "down_proj"], "dropout": 0.0}
-    plugin = tmp_path / "narrow.py"  # passes count as large: adapters are one node, where nothing gathers them
+    plugin = tmp_path / "narrow.py"
     plugin.write_text(NARROW.format(folder=tmp_path))
     reference("sft", configure("sft", dense, eight, tmp_path / "ddp", **changes))
     for engine in ("zero3", "fsdp2"):
@@ -182,4 +207,5 @@ def test_lora_in_bf16_with_marker_rows(dense: Path, eight: Path, tmp_path: Path)
         train("sft", raw, "--plugin", str(plugin), engine=engine)
         assert_same_steps(tmp_path / "ddp", tmp_path / engine, rel=2e-2, abs=1e-3)
         assert_same_model(tmp_path / "ddp", tmp_path / engine, dense, tolerance=0.05)
-        assert (tmp_path / "used").exists() is (engine == "fsdp2")
+        used = {file.name for file in tmp_path.glob("used-*")}  # not in layers that ZeRO-3 gathers by themselves
+        assert used == ({"used-low_rank", "used-adapted"} if engine == "fsdp2" else set())
