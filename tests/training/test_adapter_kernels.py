@@ -19,11 +19,16 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
+import op_tape
+from memory import Case, rl_batch
 from realvr.backbone import Backbone
 from realvr.backbone.notices import notice_once
 from realvr.latent import span_recording
+from realvr.latent.recorded_span import RecordedSpan
 from realvr.training import adapter_kernels, low_rank
 from realvr.training.adapters import Adapters
+from realvr.training.method import Step
+from realvr.training.methods.realvr import ReaLVR, ReaLVRConfig
 from realvr.training.sections import LoraSettings
 from realvr.training.thin_lora import ThinLinear, thin
 
@@ -391,6 +396,53 @@ def test_passes_that_are_not_plain_go_the_way_of_peft(used: list[bool]) -> None:
     mine, right = passed(True), passed(False)
     assert not used
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(mine, right, strict=True))
+
+
+def test_a_recorded_span_learns_through_them_what_a_plain_one_does(
+    tiny: Callable[..., Backbone], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss and gradients of two steps, the second after an update in place. Definitions, which can be recorded on a
+    CPU, stand for the kernels."""
+
+    def narrow(x: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+        return (scale * x.float() @ weight)[None]
+
+    def widen(inner: Tensor, weight: Tensor, scale: float, base: Tensor, keep: bool = False) -> tuple[Tensor, Tensor]:
+        return base.copy_(base.float() + scale * inner.sum(0) @ weight), inner.sum(0)
+
+    def summed(inner: Tensor, x: Tensor, scale: float = 1.0, turned: bool = False) -> Tensor:
+        found = scale * inner.t() @ x.float()
+        return found.t().contiguous() if turned else found
+
+    for name, definition in (("narrow", narrow), ("widen", widen), ("summed", summed)):
+        monkeypatch.setattr(adapter_kernels, name, definition)
+    monkeypatch.setattr(adapter_kernels, "wrong", lambda *_: "")
+    found, batch = [], None
+    for record in (None, op_tape.record):
+        backbone = tiny()
+        torch.manual_seed(0)
+        adapters = Adapters(backbone, LoraSettings(rank=4, alpha=8))
+        adapters.use_kernels(CPU)
+        for each in layers_of(adapters):
+            each.lora_B["default"].weight.data.normal_(std=0.05)
+        batch = batch or rl_batch(backbone, Case("", "", grid=(2, 2), group=2, answer=3, latents=2, rows=1))
+        method = ReaLVR(backbone, ReaLVRConfig(type="realvr", split_attention=True))
+        method.recorded = record and RecordedSpan(backbone, record=record)
+        trained = [p for p in backbone.model.parameters() if p.requires_grad]
+        for _ in range(2):
+            loss, _ = Step(method)(batch)
+            grads = torch.autograd.grad(loss, trained)
+            found.append([loss.detach(), *grads])
+            with torch.no_grad():
+                torch._foreach_add_(trained, torch._foreach_sign(grads), alpha=0.01)
+        if method.recorded is not None:
+            assert method.recorded.counts == {"recorded": 1, "replayed": 2}
+    plain, recorded = found[:2], found[2:]
+    assert not torch.equal(plain[0][0], plain[1][0])
+    # Gradients of keys and values, which have 16 bits, are added up in another order.
+    for right, mine in zip(plain, recorded, strict=True):
+        assert torch.equal(mine[0], right[0])
+        assert all(float((a - b).norm()) < 0.01 * float(b.norm()) for a, b in zip(mine, right, strict=True))
 
 
 def test_layers_of_a_model_go_through_them_and_its_reference_does_not(
