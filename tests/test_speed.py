@@ -293,6 +293,24 @@ def test_what_the_page_says_was_measured_is_in_the_file() -> None:
         assert f"{entries[name]['value']:.{digits}f}" == number, name
 
 
+def test_other_figures_of_the_ratios_are_those_of_the_file() -> None:
+    """What the README opens with, and the modes that recompute as the baseline does."""
+    entries = json.loads((ROOT / "benchmarks" / "results" / "h200-qwen2.5-vl-7b.json").read_text(encoding="utf-8"))
+    paper, release = (entries[f"train_part_ratio_{kind}"] for kind in ("paper", "release"))
+    ours, theirs = paper["inputs"]["seconds_per_prompt"], paper["inputs"]["seconds_measured"]
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"take {ours:.2f} s a prompt, a naive implementation of the paper's schedule {theirs:.1f} s" in readme
+    tries = {(t["memory"], t["microbatch"]): t for t in entries["train_part_tries"]["inputs"]["tries"]}
+    modes = [tries[memory, 8]["seconds"] / 8 for memory in ("checkpointed-prefill", "checkpointed")]
+    page = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
+    some, most = (paper["value"] * ours / each for each in modes)
+    assert f"{some:.1f} and {most:.1f} times as fast as *paper*" in page
+    some, most = (release["value"] * ours / each for each in modes)
+    assert f"{some:.0f} and {most:.0f} times as fast as *release*" in page
+    tower = entries["vision_ratio"]["inputs"]["seconds"]
+    assert f"`train_part_ratio_release` would be {release['value'] * ours / (ours + tower):.0f}." in page
+
+
 # ---------------------------------------------------------------------- the script
 
 
