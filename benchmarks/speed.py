@@ -248,6 +248,8 @@ def parse() -> argparse.Namespace:
         parser.error(
             "--preset narrow is for --growth: its prompts are long and its layers small, other names mean nothing"
         )
+    if args.growth and (args.only or len(args.options) > 1):
+        parser.error("--growth measures all its series with one set of options: leave out --only and further --options")
     if args.memory:
         try:
             memory_mode(args.memory)
@@ -283,7 +285,7 @@ def main() -> int:
     bench = Bench(preset, device, dtype, sizes, args.repeats, time.monotonic() + 60 * args.minutes, results)
     bench.ready, bench.room = args.ready, room_gib(device)
     sets = {text: parse_options(text, device) for text in args.options}
-    only = [name for name in args.only.split(",") if name]
+    only = [name.strip() for name in args.only.split(",") if name.strip()]
     left: list[str] = []
     for text, options in sets.items():
         bench.drop()

@@ -216,13 +216,23 @@ def test_the_script_ends_with_its_table_and_a_code(
     monkeypatch.setattr(speed, "quiet", lambda: None)  # of the whole process
     monkeypatch.setitem(speed.SECTIONS, "vision", (fails, ("vision_ratio",)))
     arguments = ["speed.py", "--device", "cpu", "--preset", "tiny", "--repeats", "1", "--out", str(path)]
-    monkeypatch.setattr(sys, "argv", [*arguments, "--only", "vision,stage 1"])
+    monkeypatch.setattr(sys, "argv", [*arguments, "--only", "vision, stage 1"])
     assert speed.main() == 1
     printed = capsys.readouterr().out
     assert "failed: vision [default]: OutOfMemoryError: CUDA out of memory" in printed
     assert "stage1_matmul_fraction" in printed
     monkeypatch.setattr(sys, "argv", [*arguments, "--only", "stage 1"])
     assert speed.main() == 0
+
+
+@pytest.mark.parametrize("more", [("--options", "fast", "plain"), ("--only", "vision")])
+def test_growth_refuses_what_it_would_not_measure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["speed.py", "--device", "cpu", "--preset", "tiny", "--growth", *more])
+    with pytest.raises(SystemExit) as stopped:
+        speed.main()
+    assert stopped.value.code == 2 and "one set of options" in capsys.readouterr().err
 
 
 def test_time_is_looked_at_before_models_and_warm_runs(tmp_path: Path) -> None:
