@@ -77,7 +77,7 @@ TARGETS = {
 Section = tuple[Callable[[Bench], None], tuple[str, ...]]
 SECTIONS: dict[str, Section] = {
     "short passes": (speed_sections.short_passes, ("decode_bandwidth_fraction", "latent_bandwidth_fraction")),
-    "whole step": (speed_steps.whole_step, ("rl_step_seconds",)),
+    "whole step": (speed_steps.whole_step, ("rl_step_seconds", "lora_vs_full")),
     "step ratios": (speed_steps.step_ratios, ("step_ratio_paper", "step_ratio_release")),
     "LoRA step": (speed_steps.lora_step, ("lora_peak_gib", "lora_step_seconds_cached", "lora_vs_full")),
     "LoRA": (speed_passes.lora_evidence, ("evidence_overhead_1_lora",)),
@@ -148,7 +148,7 @@ def _side_by_side(results: Results) -> list[str]:
 
 def chosen(only: list[str], results: Results, sizes: Sizes) -> list[str]:
     """Sections to run, by their own names or by the names they measure; what is named is measured in any case."""
-    known = [*SECTIONS, *(name for _, names in SECTIONS.values() for name in names)]
+    known = list(dict.fromkeys([*SECTIONS, *(name for _, names in SECTIONS.values() for name in names)]))
     for name in only:
         if name not in known:
             raise SystemExit(f"--only {name}: there is no such name; choose from: {', '.join(known)}")

@@ -97,6 +97,7 @@ def test_what_is_measured_again(tmp_path: Path) -> None:
     assert speed.chosen([], first, SMALL) == list(speed.SECTIONS)
     for results in (first, resumed):
         assert speed.chosen(["vision_ratio", "stage 1"], results, SMALL) == ["vision", "stage 1"]
+        assert speed.chosen(["lora_vs_full"], results, SMALL) == ["whole step", "LoRA step"]  # both sides of the ratio
     with pytest.raises(SystemExit, match="--only frobnicate: there is no such name"):
         speed.chosen(["frobnicate"], first, SMALL)
 
