@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,6 +93,34 @@ def test_every_mode_becomes_rgb(tmp_path: Path, mode: str) -> None:
     path = tmp_path / ("image.tif" if mode == "CMYK" else "image.png")
     Image.new(mode, (4, 3)).save(path)
     assert open_image(path).mode == "RGB"
+
+
+def test_transparent_pixels_are_white_and_half_transparent_ones_lighter(tmp_path: Path) -> None:
+    """A drawing in black on nothing: below what is transparent lies black, too."""
+    black, colours = np.zeros((2, 3, 4), dtype=np.uint8), np.zeros((2, 3, 3), dtype=np.uint8) + 255
+    black[0, 0, 3], black[0, 1, 3], black[1, 2] = 255, 128, (200, 100, 0, 64)
+    colours[0, 0], colours[0, 1], colours[1, 2] = 0, 127, (241, 216, 191)  # a * colour + (1 - a) * 255
+    drawing = Image.fromarray(black)
+    kinds: dict[str, tuple[Image.Image, dict[str, Any]]] = {"RGBA": (drawing, {}), "LA": (drawing.convert("LA"), {})}
+    index = Image.fromarray(np.array([[0, 1], [2, 1]], dtype=np.uint8), "P")
+    index.putpalette([0, 0, 0, 9, 9, 9, 50, 60, 70])
+    grey = Image.fromarray(np.array([[0, 7], [0, 90]], dtype=np.uint8))
+    kinds |= {"P": (index, {"transparency": 1}), "L": (grey, {"transparency": 0})}
+    found = {}
+    for name, (image, options) in kinds.items():
+        image.save(tmp_path / f"{name}.png", **options)
+        found[name] = np.asarray(open_image(tmp_path / f"{name}.png"), dtype=int)
+    assert abs(found["RGBA"] - colours).max() <= 1
+    assert found["LA"][0].tolist() == [[0] * 3, [127] * 3, [255] * 3]
+    assert found["P"].tolist() == [[[0] * 3, [255] * 3], [[50, 60, 70], [255] * 3]]
+    assert found["L"][..., 0].tolist() == [[255, 7], [255, 90]]
+    assert drawing.mode == "RGBA" and drawing.getpixel((0, 0)) == (0, 0, 0, 255), "the caller's image has changed"
+
+
+def test_opaque_pictures_keep_their_pixels_with_an_alpha_channel() -> None:
+    shades = noise(64, 48)
+    shades.putpixel((0, 0), (0, 0, 0))
+    assert np.array_equal(open_image(shades.convert("RGBA")), shades)
 
 
 def test_sixteen_bit_greyscale_keeps_its_shades(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ _ORIENTATION = 0x0112
 
 
 def open_image(source: str | Path | bytes | Image.Image) -> Image.Image:
-    """The image of a file, of encoded bytes or of a Pillow image: upright (EXIF), RGB, fully decoded.
+    """The image of a file, of encoded bytes or of a Pillow image: upright (EXIF), RGB on white, fully decoded.
 
     Raises ``UserError`` naming the file for anything that cannot be read. No Pillow setting is changed.
     """
@@ -143,7 +143,8 @@ def _decode(image: Image.Image, name: str) -> Image.Image:
 
 
 def _to_rgb(image: Image.Image, name: str) -> Image.Image:
-    """Pillow clips wide greyscale to 255, which turns a 16-bit scan white: scale it instead."""
+    """Pillow clips wide greyscale to 255, which turns a 16-bit scan white: scale it instead. It also shows the colour
+    below transparent pixels, which is black in most drawings: lay them on white, as viewers and transformers do."""
     if image.mode.startswith("I;16") or image.mode in ("I", "F"):
         import numpy as np
 
@@ -153,6 +154,9 @@ def _to_rgb(image: Image.Image, name: str) -> Image.Image:
             return Image.fromarray((values // 256).astype("uint8")).convert("RGB")
         if not (low >= 0 and high <= 255):
             raise UserError(f"{name} has greyscale values {low:g}..{high:g}: save it with 8 or 16 bits per channel")
+    if image.has_transparency_data:
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image.convert("RGBA"))
     return image.convert("RGB")
 
 
