@@ -7,6 +7,8 @@ import io
 import json
 import os
 import struct
+import subprocess
+import sys
 import threading
 import warnings
 import zlib
@@ -121,6 +123,23 @@ def test_opaque_pictures_keep_their_pixels_with_an_alpha_channel() -> None:
     shades = noise(64, 48)
     shades.putpixel((0, 0), (0, 0, 0))
     assert np.array_equal(open_image(shades.convert("RGBA")), shades)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc")
+def test_a_large_picture_is_copied_once(tmp_path: Path) -> None:
+    """Pillow has 4 bytes a pixel: one copy that it decodes into, one that the caller gets."""
+    Image.new("RGB", (6000, 6000), (1, 2, 3)).save(tmp_path / "large.jpg")
+    code = (
+        "import sys; from realvr.imaging.processing import open_image\n"
+        "def peak(): return int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])\n"
+        "before = peak()\n"
+        "image = open_image(sys.argv[1]); assert image.getpixel((5, 5))\n"
+        "print(peak() - before)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "large.jpg")], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) * 1024 < 2.5 * 4 * 6000 * 6000
 
 
 def test_sixteen_bit_greyscale_keeps_its_shades(tmp_path: Path) -> None:

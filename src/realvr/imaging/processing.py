@@ -157,7 +157,7 @@ def _to_rgb(image: Image.Image, name: str) -> Image.Image:
     if image.has_transparency_data:
         white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image.convert("RGBA"))
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")  # which would be one more copy of 150 MB at 8K
 
 
 @dataclass(frozen=True)
