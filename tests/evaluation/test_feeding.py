@@ -123,6 +123,23 @@ def test_questions_that_share_a_picture_open_it_once(opened: dict[str, threading
     assert [item.images for batch in batches for item in batch] == [[1]] * 8
 
 
+def test_pictures_that_come_again_are_opened_once_and_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside a batch and across two, with more pictures in between than are remembered."""
+    opened: list[tuple[str, str]] = []
+    inner = ImageRef.open
+
+    def noted(ref: ImageRef) -> Image.Image:
+        opened.append((ref.id, threading.current_thread().name.split("_")[0]))
+        return inner(ref)
+
+    monkeypatch.setattr(ImageRef, "open", noted)
+    refs = {name: ImageRef.from_image(name, picture(number)) for number, name in enumerate("ABCDEF")}
+    asked = [Sample.ask(f"q{i}", [refs[name]], "Which?", "A") for i, name in enumerate("ABCDAAEBFC")]
+    found = [item for batch in prefetch([asked[:5], asked[5:]], ImageLoader(None)) for item in batch]
+    assert sorted(opened) == [(name, "pictures") for name in "ABCDEF"]
+    assert [item.pictures for item in found] == [(picture_hash(picture("ABCDEF".index(c))),) for c in "ABCDAAEBFC"]
+
+
 def test_a_question_with_one_bad_picture_does_not_hold_up_the_rest(opened: dict[str, threading.Event]) -> None:
     """Its good pictures are never asked for; there is room for the next ones all the same."""
     found = [item for batch in prefetch([[one] for one in samples(6, each=3)], ImageLoader(None)) for item in batch]

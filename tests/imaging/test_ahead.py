@@ -83,11 +83,31 @@ def test_what_is_never_asked_for_does_not_block_the_rest() -> None:
 
 def test_nothing_is_made_before_it_is_asked_for_nor_what_is_there() -> None:
     make = Kitchen(0)
-    with Ahead(make, range(4), room=4, threads=1, have=lambda number: number == 2) as ahead:
+    with Ahead(make, range(4), room=4, threads=1, known={2: 4}.get) as ahead:
         time.sleep(0.02)
         assert not make.made
         ahead.get(0)
+        assert ahead.get(2) == 4
     assert 2 not in make.made
+
+
+@pytest.mark.parametrize("room", [1, 2, 3, 5])
+def test_what_comes_again_is_never_made_by_who_asks(room: int) -> None:
+    """Nor twice, as far as the order could be read while the first result was there."""
+    order, made = [1, 2, 1, 1, 2, 3, 1, 4, 3, 3, 4, 5], []
+
+    def make(number: int) -> int:
+        made.append((number, threading.current_thread() is threading.main_thread()))
+        return number * number
+
+    with Ahead(make, order, room, threads=2) as ahead:
+        for key in order:
+            assert ahead.get(key) == key * key
+            ahead.discard([key])
+            assert len(ahead._made) <= room
+        assert not ahead._made and not ahead._uses
+    assert {number for number, _ in made} == {1, 2, 3, 4, 5} and not any(asker for _, asker in made)
+    assert len(made) == 5 or room < 5
 
 
 def test_an_error_or_ctrl_c_ends_the_threads() -> None:

@@ -337,7 +337,7 @@ def _pictures_ahead(
     pictures = [list(dict.fromkeys(_pictures(part))) for part in batches]
     order = (picture for part in pictures for picture in part)
     with backbone.prepared_ahead(order, 2 * max(map(len, pictures), default=1), ranks.world) as ahead:
-        yield lambda part: ahead.discard(_pictures(part))
+        yield lambda part: ahead.discard(dict.fromkeys(_pictures(part)))
 
 
 def _pictures(part: Sequence[Item]) -> Iterator[ImageRef]:

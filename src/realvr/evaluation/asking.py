@@ -46,8 +46,9 @@ class ImageLoader:
         self._keep = keep
         self._ready: OrderedDict[ImageRef, tuple[Any, str]] = OrderedDict()
 
-    def __contains__(self, image: ImageRef) -> bool:
-        return image in self._ready
+    def known(self, image: ImageRef) -> tuple[Any, str] | None:
+        """What `make` has given for the image, where that is remembered."""
+        return self._ready.get(image)
 
     def load(self, samples: Iterable[Sample], get: Callable[[ImageRef], tuple[Any, str]] | None = None) -> list[Asked]:
         """Each sample with its images. An image that cannot be used is an error of its question alone. ``get`` gives
@@ -102,7 +103,7 @@ def prefetch(
     order = (image for batch in batches for sample in batch for image in sample.images)
     room = max(len({image for sample in batch for image in sample.images}) for batch in batches)
     threads, begun = threads_for(processes), time.perf_counter()
-    with Ahead(loader.make, order, max(room, threads), threads, have=loader.__contains__) as ahead:
+    with Ahead(loader.make, order, max(room, threads), threads, loader.known) as ahead:
         try:
             for batch in batches:
                 loaded = []

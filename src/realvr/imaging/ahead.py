@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -30,8 +31,9 @@ class Ahead(Generic[K, T]):
     """``make(key)`` of the keys in ``order``, made ahead. Used by one thread, which must leave it (``with``) or close
     it.
 
-    At most ``room`` results exist or are being made; `discard` makes room for the next. `get` gives any key, and makes
-    what is not there; what ``make`` raises, it raises. ``have`` says which keys need not be made. Nothing is made
+    At most ``room`` results exist or are being made; `discard` makes room for the next. A key that comes several times
+    in ``order`` is discarded as often: its result stays until the last one that could be seen. `get` gives any key, and
+    makes what is not there; what ``make`` raises, it raises. ``known`` gives what need not be made. Nothing is made
     before the first `get`: who never asks costs nothing.
     """
 
@@ -41,10 +43,11 @@ class Ahead(Generic[K, T]):
         order: Iterable[K],
         room: int,
         threads: int | None = None,
-        have: Callable[[K], bool] = lambda key: False,
+        known: Callable[[K], T | None] = lambda key: None,
     ) -> None:
-        self._make, self._order, self._room, self._have = make, iter(order), max(room, 1), have
+        self._make, self._order, self._room, self._known = make, iter(order), max(room, 1), known
         self._made: dict[K, Future[T]] = {}
+        self._uses: Counter[K] = Counter()  # of what is in _made, as far as the order has been read
         self._pool = ThreadPoolExecutor(threads or threads_for(), thread_name_prefix="pictures")
         self._asked = False
         self.waited = 0.0
@@ -56,8 +59,16 @@ class Ahead(Generic[K, T]):
                 key = next(self._order)
             except StopIteration:
                 return
-            if key not in self._made and not self._have(key):
-                self._made[key] = self._pool.submit(self._make, key)
+            self._uses[key] += 1
+            if key not in self._made:
+                self._made[key] = self._begin(key)
+
+    def _begin(self, key: K) -> Future[T]:
+        if (known := self._known(key)) is None:
+            return self._pool.submit(self._make, key)
+        there: Future[T] = Future()
+        there.set_result(known)
+        return there
 
     def get(self, key: K) -> T:
         """The result for a key, which stays until it is discarded."""
@@ -72,16 +83,20 @@ class Ahead(Generic[K, T]):
             self.waited += time.perf_counter() - begun
 
     def discard(self, keys: Iterable[K]) -> None:
-        """These are needed no longer, whether they were asked for or not."""
+        """These were used, whether they were asked for or not: one use of each."""
         for key in keys:
-            if (found := self._made.pop(key, None)) is not None:
-                found.cancel()
+            self._uses[key] -= 1
+            if self._uses[key] <= 0:
+                del self._uses[key]
+                if (found := self._made.pop(key, None)) is not None:
+                    found.cancel()
         if self._asked:
             self._fill()
 
     def close(self) -> None:
         """End the threads; each ends with the picture it is at."""
         self._made.clear()
+        self._uses.clear()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> Ahead[K, T]:
