@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from realvr.backbone import Backbone
 from realvr.backbone.types import Prompt
@@ -65,12 +66,17 @@ def good(count: int = 9) -> list[Sample]:
     return world(count)
 
 
+def thin(sample: Sample) -> Sample:
+    """About a picture for which Qwen has no grid."""
+    return dataclasses.replace(sample, images=[ImageRef.from_image("thin.png", Image.new("RGB", (3, 700)))])
+
+
 def mixed() -> list[Sample]:
-    """Two pictures that are cut short, a question and a picture that are too long, an empty answer; six good rows."""
+    """A picture that is cut short and one that is too thin, a question and a picture that are too long, an empty
+    answer; six good rows."""
     found = world(10)
-    for number in (1, 6):
-        cut = ImageRef.from_bytes(f"cut {number}", found[number].images[0].read()[:80])
-        found[number] = dataclasses.replace(found[number], images=[cut])
+    cut = ImageRef.from_bytes("cut", found[1].images[0].read()[:80])
+    found[1], found[6] = dataclasses.replace(found[1], images=[cut]), thin(found[6])
     turn = dataclasses.replace(found[3].turns[-1], text="Where? " * 300)
     found[3] = dataclasses.replace(found[3], turns=[turn])
     found[4] = dataclasses.replace(found[4], answer="", choices=[])
@@ -149,6 +155,15 @@ def test_the_same_is_drawn_counted_and_saved(ranks: int, keep: bool, backbone: B
     rejected = {reason for draws in last for reason in draws["rejected"]}
     assert rejected == {TOO_LONG, UNREADABLE_IMAGE, EMPTY_ANSWER}
     assert plain[0][-1][1][0]["position"] > 3 * len(samples)
+
+
+def test_a_picture_without_a_grid_is_counted_and_named(backbone: Backbone) -> None:
+    """It ended the run."""
+    (sample,), encoder = world(1), Encoder(backbone, LIMIT)
+    sample = dataclasses.replace(thin(sample), id="row 7", source=None)
+    assert encoder.prompt(sample) is None and encoder.rejected == {UNREADABLE_IMAGE: 1}
+    said = encoder.draws.first[UNREADABLE_IMAGE]
+    assert said.startswith("row 7: image thin.png (3x700): size 3x700 cannot be processed")
 
 
 def by_thread(monkeypatch: pytest.MonkeyPatch) -> list[str]:

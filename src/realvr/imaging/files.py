@@ -112,7 +112,9 @@ def file_size(path: Path, name: str) -> tuple[int, int]:
 def decode(data: bytes, name: str = "image") -> Image.Image:
     """Encoded image -> upright RGB, fully decoded, exactly as the model's image processing sees it."""
     try:
-        return open_image(data)
+        image = open_image(data)
+        image.filename = name  # type: ignore[attr-defined]  # so that a later error can name it
+        return image
     except UserError as error:
         image_size(data, name)  # raises first where the header alone tells the reason
         raise ImageError(IMAGE_BROKEN, f"{name}: {error}") from None

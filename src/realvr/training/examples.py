@@ -152,15 +152,15 @@ class Encoder:
         if (refused := refusal(evidence, sample, latents)) is not None:
             self.draws.reject(refused[0], f"{sample.source or sample.id}: {refused[1]}")
             return nothing
+        processor = self.backbone.processor
         try:
             opened = [image.open() for image in sample.images]
-        except UserError as error:
+            pictures = [image.picture(seen) for image, seen in zip(sample.images, opened, strict=True)]
+            images = [processor(image, picture) for image, picture in zip(opened, pictures, strict=True)]
+        except UserError as error:  # damaged, or so thin that the family has no grid for it
             self.draws.reject(UNREADABLE_IMAGE, f"{sample.source or sample.id}: {error}")
             return nothing
-        processor = self.backbone.processor
-        pictures = [image.picture(seen) for image, seen in zip(sample.images, opened, strict=True)]
         for _ in range(8):
-            images = [processor(image, picture) for image, picture in zip(opened, pictures, strict=True)]
             found = spans(evidence, sample, [image.grid for image in images], latents)
             turns = conversation(sample, images)
             try:
@@ -174,6 +174,7 @@ class Encoder:
             smaller = _smaller(processor, images, over)
             if smaller is None:
                 break
+            images = [smaller(image, picture) for image, picture in zip(opened, pictures, strict=True)]
             processor = smaller
         detail = f"{sample.source or sample.id}: over {self.limit:,} tokens"
         self.draws.reject(TOO_LONG, detail)
