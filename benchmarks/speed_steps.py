@@ -45,7 +45,7 @@ PARTS = ("encode", "rollout", "passes", "optimizer")
 
 
 def picture(number: int, width: int, height: int) -> Image.Image:
-    """Blocks of colour under some noise: it compresses about as a photograph does."""
+    """Blocks of colour that run into one another: a JPEG of it decodes in the time of a photograph, though smaller."""
     rng = np.random.default_rng(number)
     small = rng.integers(0, 255, (max(1, height // 56), max(1, width // 56), 3), dtype=np.uint8)
     return Image.fromarray(small).resize((width, height), Image.Resampling.BILINEAR)
