@@ -368,6 +368,45 @@ def test_all_six_and_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
     assert not second["fits"] and second["parts_gib"][UNSHARDED] > 400
 
 
+@pytest.mark.parametrize(
+    ("args", "engines"),
+    [
+        (["--gpus", "1", "--gpu", "H200", "--lora", "16"], ("fsdp2", "ddp")),
+        (["--gpus", "1", "--gpu", "H200", "--engine", "ddp", "--memory", "checkpointed"], ("ddp",)),
+        (["--gpus", "2", "--gpu", "H100", "--stage", "sft", "--lora", "16"], ("fsdp2", "ddp")),
+    ],
+)
+def test_faster_settings_are_the_fastest_that_fit(
+    capsys: pytest.CaptureFixture[str], args: list[str], engines: tuple[str, ...]
+) -> None:
+    """Every other way asked for by its flags: none that fits is faster, and what was named is what these flags give."""
+    asking = ["--backbone", "Qwen2.5", "--batch", "4", *args]
+    (found,) = asked(capsys, *asking)
+    better, fitting = found["faster"], []
+    ways = [
+        ["--memory", "cached"],
+        *(["--memory", "checkpointed-prefill", "--recompute", r] for r in ("1", "0.5", "0.25")),
+    ]
+    for engine in engines:
+        for microbatch in {str(size) for size in (1, 2, 4) if 4 // int(found["gpus"]) % size == 0}:
+            for way in ways[:2] if "sft" in args else ways:
+                how = [*asking, "--engine", engine, "--microbatch", microbatch, *way]
+                (other,) = asked(capsys, *how)
+                if other["fits"]:
+                    fitting.append((sum(other["seconds"].values()), other["peak_gib"]))
+    assert better["seconds"] == pytest.approx(min(fitting)[0], rel=1e-3)
+    (again,) = asked(capsys, *asking, *better["flags"].split())
+    assert again["fits"] and again["faster"] is None
+    assert (sum(again["seconds"].values()), again["peak_gib"]) == pytest.approx((better["seconds"], better["peak_gib"]))
+    assert better["seconds"] < 0.9 * sum(found["seconds"].values())
+
+
+def test_nothing_faster_is_named_where_nothing_fits_or_no_time_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    for how in (["--gpu-memory", "141"], ["--gpu", "A100-40GB"]):
+        (found,) = asked(capsys, "--backbone", "Qwen2.5", "--gpus", "1", "--engine", "ddp", "--batch", "4", *how)
+        assert found["faster"] is None and (found["seconds"] is None or not found["fits"])
+
+
 @pytest.mark.slow
 def test_the_numbers_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
     """The table of all six backbones, and the example, line by line."""

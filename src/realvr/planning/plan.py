@@ -25,6 +25,25 @@ MOST = 8192
 VISUAL = {"gemma3": 256, "internvl3": 13 * 256}
 """Visual tokens of a picture where the family fixes them (InternVL: twelve tiles and the thumbnail)."""
 PAPER_VISUAL = 2560
+WORTH = 0.9
+"""Other settings are named where a step takes at most this share of the time with them."""
+SHARES = (0.25, 0.5, 1.0)
+"""Of the layers that are recomputed, which are tried."""
+
+
+@dataclass(frozen=True)
+class Faster:
+    """Settings under which the same step takes less time and fits too."""
+
+    flags: str
+    seconds: float
+    """Of a step, at least."""
+    peak: int
+    """Bytes of one GPU."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Sizes in GiB."""
+        return {"flags": self.flags, "seconds": self.seconds, "peak_gib": self.peak / GIB}
 
 
 @dataclass(frozen=True)
@@ -47,6 +66,8 @@ class Plan:
     communication: dict[str, float]
     would: list[str]
     """Where it does not fit: changes that make it fit."""
+    faster: Faster | None
+    """Where it fits: changes that take clearly less time."""
 
     @property
     def room(self) -> float:
@@ -95,6 +116,7 @@ class Plan:
             "keys_and_values_gib": self.found.cache / GIB if self.settings.stage == "rl" else None,
             "smallest_gpus": self.smallest,
             "would_fit": self.would,
+            "faster": None if self.faster is None else self.faster.as_json(),
             "communication_gb": {name: size / 1e9 for name, size in self.communication.items()},
             "seconds": self.seconds or None,
         }
@@ -194,19 +216,68 @@ def plan(settings: PlanSettings) -> list[Plan]:
 
 
 def _plan(settings: PlanSettings, name: str, gpu: Gpu) -> Plan:
-    decoder, weights = _shapes_of(settings, name, gpu)
-    work, setup, fast = workload(settings, name, gpu), setup_of(settings), fast_paths(settings, name, gpu)
+    _, weights = _shapes_of(settings, name, gpu)
+    setup, fast = setup_of(settings), fast_paths(settings, name, gpu)
     found = _estimate(settings, name, gpu)
-    work = replace(work, together=found.together)
-    sent = communication(weights, work, setup, found.gathers)
-    times: dict[str, float] = {}
-    if gpu.flops:
-        times = seconds(decoder, weights, work, setup, gpu, fused="fused_layers" in fast)
-        times["communication"] = sum(sent.values()) / link_of(gpu, setup.world)
+    work = replace(workload(settings, name, gpu), together=found.together)
+    sent, times = _times(settings, name, gpu, found)
     smallest = smallest_number(settings, name, gpu)
     fits = found.peak <= room_of(gpu, settings)
     would = [] if fits else list(alternatives(settings, name, gpu, smallest))
-    return Plan(settings, name, gpu, setup, work, weights, fast, found, smallest, times, sent, would)
+    better = faster(settings, name, gpu, sum(times.values())) if fits and times else None
+    return Plan(settings, name, gpu, setup, work, weights, fast, found, smallest, times, sent, would, better)
+
+
+def _times(settings: PlanSettings, name: str, gpu: Gpu, found: Estimate) -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes that a GPU sends in a step, and the seconds that it takes, where the GPU's rates are known."""
+    decoder, weights = _shapes_of(settings, name, gpu)
+    work, setup = replace(workload(settings, name, gpu), together=found.together), setup_of(settings)
+    sent = communication(weights, work, setup, found.gathers)
+    if not gpu.flops:
+        return sent, {}
+    times = seconds(decoder, weights, work, setup, gpu, fused="fused_layers" in fast_paths(settings, name, gpu))
+    return sent, times | {"communication": sum(sent.values()) / link_of(gpu, setup.world)}
+
+
+def faster(settings: PlanSettings, name: str, gpu: Gpu, now: float) -> Faster | None:
+    """The fastest engine, microbatch and memory mode for the same step that fit, if they are worth a change."""
+    best: tuple[float, int] | None = None
+    found = None
+    for flags, tried in _variants(settings):
+        peak = _estimate(tried, name, gpu)
+        if peak.peak > room_of(gpu, settings):
+            continue
+        _, times = _times(tried, name, gpu, peak)
+        rank = round(sum(times.values()), 3), len(flags)  # of two that are level, the one that changes less
+        if best is None or rank < best:
+            best, found = rank, Faster(" ".join(flags), sum(times.values()), peak.peak)
+    return found if found is not None and found.seconds <= WORTH * now else None
+
+
+def _variants(settings: PlanSettings) -> Iterator[tuple[list[str], PlanSettings]]:
+    """Other ways to take the same step, with the flags that ask for them."""
+    batch = settings.batch or settings.gpus * settings.microbatch
+    prompts = batch // settings.gpus
+    engines = [settings.engine, *(["ddp"] if setup_of(settings).sharded else [])]
+    modes: list[tuple[str, float]] = [("cached", 1.0), ("checkpointed-prefill", 1.0)]
+    if settings.stage == "rl":
+        modes = [("cached", 1.0), *(("checkpointed-prefill", share) for share in SHARES)]
+    own = settings.memory, settings.recompute
+    for engine in engines:
+        for microbatch in (size for size in range(1, prompts + 1) if prompts % size == 0):
+            for memory, recompute in dict.fromkeys([own, *modes]):
+                changes: dict[str, Any] = {
+                    "engine": engine,
+                    "microbatch": microbatch,
+                    "memory": memory,
+                    "recompute": recompute,
+                }
+                flags = [
+                    f"--{key} {value:g}" if isinstance(value, float) else f"--{key} {value}"
+                    for key, value in changes.items()
+                    if value != getattr(settings, key)
+                ]
+                yield flags, replace(settings, batch=batch, **changes)
 
 
 def numbers(per_node: int) -> Iterator[int]:

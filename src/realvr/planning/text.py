@@ -42,6 +42,9 @@ def details(plan: Plan) -> str:
         total = sum(plan.seconds.values())
         parts = ", ".join(f"{name} {value:.2f}" for name, value in plan.seconds.items())
         lines.append(f"a step: at least about {total:.1f} s ({parts}; nothing overlapped)")
+        if (better := plan.faster) is not None:
+            size = f"{better.peak / GIB:.1f} GiB"
+            lines.append(f"faster, and it fits too: {better.flags} (at least about {better.seconds:.1f} s, {size})")
     else:
         lines.append("a step: name the GPU (--gpu) to get its time")
     return "\n".join(lines)
