@@ -10,7 +10,7 @@ from torch import Tensor
 
 from realvr.backbone.attention import joined
 from realvr.backbone.span_attention import Trunk, attend_span
-from realvr.backbone.trunk_gradients import LaterGradients, multiplied
+from realvr.backbone.trunk_gradients import LaterGradients, Queries, multiplied
 
 ROWS, HEADS, SHARED, WIDTH, LENGTH, STEPS = 2, 6, 2, 8, 23, 4
 """Three heads of queries for one of keys and values."""
@@ -84,6 +84,28 @@ def test_gradients_of_all_steps(padded: bool, window: int | None) -> None:
             assert not made[~real[:, None].expand(-1, SHARED, -1)].any()
     later.clear()
     assert later.of(trunk[0]) is None
+
+
+def test_a_hidden_infinity_stays_where_it_is() -> None:
+    """What padding holds is nobody's business; queries of some steps may see everything, and those of others not."""
+    key, value = (noise(1, 1, 6, WIDTH, seed=i) for i in (1, 2))
+    real = torch.tensor([[False, True, True, True, True, True]])
+    rows = [noise(1, 1, 2, WIDTH, seed=i) for i in (3, 4, 5)]
+    lse = noise(1, 1, 2, seed=6)
+    later = LaterGradients()
+    later.add(key, Queries(*rows, lse, real, SCALING))
+    first = later.of(key)
+    assert first is not None
+    right = multiplied(first, key, value)
+    spoiled = [x.clone() for x in (key, value)]
+    for x in spoiled:
+        x[:, :, 0] = torch.inf
+    found = multiplied(first, *spoiled)
+    assert all(map(torch.equal, found, right)) and not right[0][:, :, 0].any()
+    later.add(key, Queries(*rows, lse, None, SCALING))
+    both = later.of(key)
+    assert both is not None and both.real is not None
+    assert torch.equal(both.real, torch.stack([real, real, real | True, real | True], dim=1))
 
 
 def test_sums_of_16_bit_gradients_are_rounded_once() -> None:

@@ -189,7 +189,8 @@ def test_a_span_that_is_dropped_makes_room(load: Loaded) -> None:
 
 
 @pytest.mark.parametrize("trained", ["autograd", "deferred", "lora"])
-def test_what_is_released_is_freed(load: Loaded, trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("split", [False, True])
+def test_what_is_released_is_freed(load: Loaded, trained: str, split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of a recording is left, in a circle through the graph or elsewhere."""
     backbone = load("qwen2.5-vl")
     prepare(backbone, trained, monkeypatch)
@@ -198,7 +199,7 @@ def test_what_is_released_is_freed(load: Loaded, trained: str, monkeypatch: pyte
 
     def step(recorded: RecordedSpan | None) -> None:
         prompt, _ = prefill(backbone, batch, visual)
-        regenerate(backbone, prompt, 3, memory="cached", recorded=recorded)[1].sum().backward()
+        regenerate(backbone, prompt, 3, memory="cached", recorded=recorded, split=split)[1].sum().backward()
         backbone.model.zero_grad()
 
     step(None)
@@ -206,6 +207,11 @@ def test_what_is_released_is_freed(load: Loaded, trained: str, monkeypatch: pyte
         recorded = recorder(backbone)
         step(recorded)
         assert recorded.counts["replayed"] == 1
+        for each in recorded._recordings.values():  # no queries with the graph of the recording
+            assert all(each._later.of(key) is None for key in each.kv)
+            kept = [x for queries in each.queries if queries is not None for x in queries.tensors]
+            assert bool(kept) == split and not any(x.requires_grad for x in kept)
+        del each, kept
         held = memory.now
         gc.disable()  # memory that waits for the collector is not there when it is needed
         try:

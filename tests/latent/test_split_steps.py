@@ -4,6 +4,7 @@ autograd keeps of them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,49 @@ def test_the_numbers_of_recorded_steps(load: Loaded, family: str, whole: bool, j
     assert recorded.counts["recorded"] <= 2 and recorded.counts["replayed"] == 4
     value(backbone, batch_of(backbone), 3, recorded, whole=whole)
     assert {each.split for each in recorded._recordings.values()} == {True, False}
+
+
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "gemma3"])
+def test_a_frozen_model_whose_trunk_alone_has_a_gradient(load: Loaded, family: str) -> None:
+    """As where only what is in front of the decoder is trained: of all keys and values, or of the values of every
+    second layer."""
+    backbone = load(family)
+    backbone.model.requires_grad_(False)
+    prompt, _ = prefill(backbone, batch_of(backbone))
+    for some in (False, True):
+        found = []
+        for recorded in (None, recorder(backbone)):
+            kv = [[(k.detach().clone(), v.detach().clone()) for k, v in pieces] for pieces in prompt.kv]
+            leaves = [
+                x.requires_grad_()
+                for layer, ((k, v),) in enumerate(kv)
+                for x in ((v,) * (layer % 2) if some else (k, v))
+            ]
+            state = replace(prompt, kv=[tuple(pieces) for pieces in kv])
+            _, z_BKD = regenerate(backbone, state, 3, recorded=recorded, split=recorded is not None, whole=False)
+            found.append(torch.autograd.grad((z_BKD * noise(*z_BKD.shape)).sum(), leaves))
+        right, mine = ({str(place): grad for place, grad in enumerate(grads)} for grads in found)
+        assert relative(mine, right) <= CLOSE
+
+
+def test_layers_whose_later_steps_see_their_window_join(load: Loaded) -> None:
+    """A window as long as the span: the first steps of a layer see all columns and are split, the last ones are not.
+    The gradients of both are added up."""
+    backbone = load("gemma3")
+    batch = batch_of(backbone)
+    columns = -(-batch.ids_BT.shape[1] // 16) * 16
+    window = columns + 1
+    backbone.text_config.sliding_window = window
+    for layer in backbone.decoder.layers:
+        if layer.self_attn.sliding_window is not None:
+            layer.self_attn.sliding_window = window
+    recorded, latents = recorder(backbone), window - 2
+    right = gradients(backbone.model, value(backbone, batch, latents, None, whole=False))
+    found = gradients(backbone.model, value(backbone, batch, latents, recorded, split=True, whole=False))
+    (each,) = recorded._recordings.values()
+    both = [x is not None and y is not None for x, y in zip(each.grads_out[1::2], each.queries, strict=False)]
+    assert any(both) and not all(both)
+    assert relative(found, right) <= CLOSE
 
 
 def test_a_trunk_in_pieces(load: Loaded, joins: list[int]) -> None:

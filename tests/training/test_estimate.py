@@ -23,6 +23,7 @@ from live_memory import LiveMemory
 from realvr.backbone import Backbone, fused_norms, small_kernels
 from realvr.latent.fast import FastDecode
 from realvr.latent.group_rollout import rollout
+from realvr.latent.modes import COLUMNS, bucket
 from realvr.latent.recorded_span import RecordedSpan
 from realvr.latent.recurrence import regenerate
 from realvr.latent.sampling import Sampling
@@ -363,6 +364,30 @@ def test_peak_of_a_step_with_many_keys_and_values(
     check_step(deeper("qwen2.5-vl", rank, **sizes), case, split=True, within=0.05)
 
 
+@pytest.mark.parametrize("memory", ["cached", "checkpointed-prefill", "checkpointed"])
+def test_moments_in_which_gradients_of_the_prompt_wait(deeper: Callable[..., Backbone], memory: str) -> None:
+    """Those of its keys and values are there from the end of the latent steps to the prompt's backward pass. A model
+    that has twice as many needs one trunk more for themselves, and in these moments one for their gradients."""
+    model = deeper("qwen2.5-vl", RANK).model
+    decoder, weights = decoder_of(model), weights_of(model)
+    for recorded in (False, True):
+        work = Workload("rl", 2, 512, 0, latents=4, group=2, answer=4, split=True, recorded=recorded, memory=memory)
+        trunk = 2 * 512 * 2 * decoder.key * decoder.itemsize * decoder.layers
+        waiting = {}
+        for evidence in (False, True):
+            found = [
+                estimate(d, weights, replace(work, evidence=evidence), Setup()).moments
+                for d in (decoder, replace(decoder, kv_heads=2 * decoder.kv_heads, heads=2 * decoder.heads))
+            ]
+            waiting[evidence] = {
+                name: sum(found[1][name].values()) - sum(found[0][name].values())
+                for name in ("output layer, backward", "replay, backward")
+            }
+        for name, more in waiting[True].items():
+            static = trunk if recorded and memory != "checkpointed" else 0
+            assert more - waiting[False][name] - static >= trunk, name
+
+
 def check_step(
     backbone: Backbone, case: Any, split: bool = False, recompute: float = 1.0, within: float = 0.15
 ) -> None:
@@ -403,6 +428,7 @@ def test_a_recorded_span(deeper: Callable[..., Backbone], split: bool) -> None:
     decoder, weights = decoder_of(backbone.model), weights_of(backbone.model)
     plain = Workload("rl", rows, prompt.length, 0, latents=latents, group=2, answer=4, split=split)
     held = span.held_bytes + (sum(latent_steps(decoder, plain, False)) if split else 0)
+    column = 2 * decoder.key * decoder.itemsize * decoder.layers
 
     def moments(**changes: Any) -> dict[str, dict[str, int]]:
         return estimate(decoder, weights, replace(plain, **changes), Setup()).moments
@@ -411,6 +437,9 @@ def test_a_recorded_span(deeper: Callable[..., Backbone], split: bool) -> None:
     assert {parts["recorded span"] for parts in found.values()} == {held}
     for name, parts in found.items():
         gap = sum(parts.values()) - sum(without[name].values()) - held
+        if name in ("latent steps, backward", "output layer, backward", "replay, backward"):
+            # Gradients of the trunk are there, as it is rounded up.
+            gap -= split * (bucket(prompt.length, COLUMNS) - prompt.length) * rows * column
         assert gap < 0 if name in ("readout", "latent steps, backward") else gap == 0
     for other in ({"memory": "checkpointed"}, {"evidence": False}):
         assert moments(recorded=True, **other) == moments(**other)

@@ -401,6 +401,18 @@ def test_faster_settings_are_the_fastest_that_fit(
     assert better["seconds"] < 0.9 * sum(found["seconds"].values())
 
 
+def test_faster_settings_take_the_same_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where no batch is named, its default follows the microbatch: another one then comes with the batch."""
+    asking = ["--backbone", "Qwen2.5", "--gpus", "1", "--gpu", "H200", "--engine", "ddp", "--lora", "16"]
+    asking += ["--microbatch", "8", "--memory", "checkpointed"]
+    (found,) = asked(capsys, *asking)
+    flags = found["faster"]["flags"].split()
+    (other,) = asked(capsys, *asking, *flags)
+    prompts = [each["workload"]["rows"] * each["workload"]["microbatches"] for each in (found, other)]
+    assert "--microbatch" in flags and prompts == [8, 8]
+    assert sum(other["seconds"].values()) == pytest.approx(found["faster"]["seconds"])
+
+
 def test_nothing_faster_is_named_where_nothing_fits_or_no_time_is_known(capsys: pytest.CaptureFixture[str]) -> None:
     for how in (["--gpu-memory", "141"], ["--gpu", "A100-40GB"]):
         (found,) = asked(capsys, "--backbone", "Qwen2.5", "--gpus", "1", "--engine", "ddp", "--batch", "4", *how)

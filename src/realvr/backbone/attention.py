@@ -16,7 +16,7 @@ Without a :class:`Pass` it is stock SDPA, so the same model object still works w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -292,8 +292,14 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _JoinedNode, grad: Tensor) -> tuple[Tensor, ...]:
-        longest = max(ctx.lengths)
-        return tuple(x if x.shape[2] == longest else x.clone() for x in grad.split(ctx.lengths, dim=2))
+        return taken_apart(grad, ctx.lengths)
+
+
+def taken_apart(grad: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
+    """Runs of columns, the longest as a view, the others in tensors of their own."""
+    longest = max(lengths)
+    parts = grad[:, :, : sum(lengths)].split(list(lengths), dim=2)
+    return tuple(x if x.shape[2] == longest else x.clone() for x in parts)
 
 
 def _folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:

@@ -66,8 +66,10 @@ def _seen(each: Sequence[Queries]) -> Tensor | None:
     real = each[0].real
     if all(one.real is real for one in each):
         return real
-    rows = [(one.real, one.query_BHRd.shape[2]) for one in each]
-    return torch.cat([seen[:, None].expand(-1, count, -1) for seen, count in rows if seen is not None], dim=1)
+    masks = [one.real for one in each if one.real is not None]
+    seen = [torch.ones_like(masks[0]) if one.real is None else one.real for one in each]
+    counts = [one.query_BHRd.shape[2] for one in each]
+    return torch.cat([x[:, None].expand(-1, count, -1) for x, count in zip(seen, counts, strict=True)], dim=1)
 
 
 @torch.no_grad()
@@ -76,11 +78,14 @@ def multiplied(found: Queries, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     wide = torch.promote_types(key.dtype, torch.float32)
     query, grad, out, lse = (x.to(wide) for x in found.tensors)
     scores = query @ key.to(wide).mT * found.scaling - lse[..., None]
+    hidden = None
     if found.real is not None:
-        real = found.real[:, None] if found.real.ndim == 2 else found.real
-        scores = scores.masked_fill_(~real[:, None], -torch.inf)
+        hidden = ~(found.real[:, None, None] if found.real.ndim == 2 else found.real[:, None])
+        scores.masked_fill_(hidden, -torch.inf)
     weights = scores.exp_()
     of_value = (weights.mT @ grad).to(value.dtype)
     of_weights = grad @ value.to(wide).mT - (grad * out).sum(-1, keepdim=True)
     of_scores = of_weights.mul_(weights).mul_(found.scaling)
+    if hidden is not None:
+        of_scores.masked_fill_(hidden, 0)  # a hidden infinity times a weight of 0 is NaN
     return (of_scores.mT @ query).to(key.dtype), of_value

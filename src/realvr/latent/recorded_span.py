@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from realvr.backbone.attention import Columns, Segments
+from realvr.backbone.attention import Columns, Segments, taken_apart
 from realvr.backbone.backbone import Backbone
 from realvr.errors import ran_out
 from realvr.latent import graphs, room
@@ -302,8 +302,7 @@ class _Replayed(torch.autograd.Function):
         call.done = True
         for shared, pair in zip(call.shared, recording.pairs, strict=True):
             shared.contributions.add(*pair)
-        trunk, pieces, start = found[1 : 1 + len(recording.kv)], [], 0
-        for width in call.widths:
-            pieces += [None if x is None else x[:, :, start : start + width] for x in trunk]
-            start += width
+        trunk = found[1 : 1 + len(recording.kv)]
+        apart = [[None] * len(call.widths) if x is None else taken_apart(x, call.widths) for x in trunk]
+        pieces = [grad for piece in zip(*apart, strict=True) for grad in piece]
         return None, found[0], *pieces, *found[1 + len(trunk) :], *(None for _ in call.shared)

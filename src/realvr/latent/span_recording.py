@@ -261,7 +261,8 @@ def _check(replay: graphs.Replay, results: Sequence[Tensor]) -> None:
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:
     found = [torch.empty_like(x) for x in tensors]
-    torch._foreach_copy_(found, tensors)
+    if found:  # torch refuses none
+        torch._foreach_copy_(found, tensors)
     return found
 
 

@@ -272,12 +272,14 @@ def _variants(settings: PlanSettings) -> Iterator[tuple[list[str], PlanSettings]
                     "memory": memory,
                     "recompute": recompute,
                 }
+                if microbatch != settings.microbatch:  # another one has another default
+                    changes["batch"] = batch
                 flags = [
                     f"--{key} {value:g}" if isinstance(value, float) else f"--{key} {value}"
                     for key, value in changes.items()
                     if value != getattr(settings, key)
                 ]
-                yield flags, replace(settings, batch=batch, **changes)
+                yield flags, replace(settings, **changes)
 
 
 def numbers(per_node: int) -> Iterator[int]:

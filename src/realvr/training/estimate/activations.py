@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from realvr.backbone import small_kernels
 from realvr.backbone.automatic import is_on
-from realvr.latent.modes import recomputed_layers
+from realvr.latent.modes import COLUMNS, bucket, recomputed_layers
 from realvr.training.estimate.shape import Decoder
 
 Memory = Literal["cached", "checkpointed-prefill", "checkpointed"]
@@ -308,6 +308,7 @@ def replay_bytes(d: Decoder, w: Workload, adapters: bool) -> int:
 def _free_running(d: Decoder, w: Workload, adapters: bool) -> list[Phase]:
     """Stage 2: prompt, replay of the completions, and the recurrence. Backward goes the other way round."""
     recomputed, steps_recomputed = w.recomputed, w.memory == "checkpointed"
+    needs_mask = w.padded or d.windowed > 0  # Gemma 3, whose images attend both ways
     columns, replay = w.tokens + w.span, w.group * w.answer
 
     def saved(new: int, past: int, masked: bool, again: float, keys_only: bool = False) -> int:
@@ -323,18 +324,19 @@ def _free_running(d: Decoder, w: Workload, adapters: bool) -> list[Phase]:
         whole = layer_bytes(d, w.rows, new, past, masked, adapters, recomputed=True)
         return max(last, whole + backward_bytes(d, w.rows * new, adapters, True) - kept)
 
-    prompt = saved(w.tokens, 0, w.padded, recomputed, keys_only=True)
+    prompt = saved(w.tokens, 0, needs_mask, recomputed, keys_only=True)
     span = saved(w.span, w.tokens, True, recomputed) if w.latents and replay else 0
     branches = replay_bytes(d, w, adapters)
     behind = columns if joined_layers(d, w) else 0
     logits = d.vocab * chunk_rows(d, w.rows * replay)
     before = prompt + span + branches
     # As long as the forward pass runs, its last states are there too.
-    ahead = saved(w.tokens, 0, w.padded, recomputed) + span + branches
+    ahead = saved(w.tokens, 0, needs_mask, recomputed) + span + branches
     free = w.evidence and w.latents > 0
     # Gradients of the prompt's keys and values, once the latent steps have gone backward. Later they take the place of
     # these themselves.
-    trunk = w.rows * w.tokens * 2 * d.key * d.itemsize * d.layers if free else 0
+    length = bucket(w.tokens, COLUMNS) if w.recorded_span and w.split else w.tokens
+    trunk = w.rows * length * 2 * d.key * d.itemsize * d.layers if free else 0
     found = [
         Phase("vision", vision_bytes(d, w.rows * w.visual)),
         Phase("output layer, forward", ahead + LOGIT_BYTES * logits),
@@ -356,6 +358,6 @@ def _free_running(d: Decoder, w: Workload, adapters: bool) -> list[Phase]:
     found += [
         Phase("output layer, backward", before + trunk + LOGIT_BACKWARD * logits, last, steps_only=free),
         Phase("replay, backward", prompt + span + trunk + layer(replay, behind, behind > 0, recomputed), "all", True),
-        Phase("prompt, backward", prompt + layer(w.tokens, 0, w.padded, recomputed, keys_only=True), "all"),
+        Phase("prompt, backward", prompt + layer(w.tokens, 0, needs_mask, recomputed, keys_only=True), "all"),
     ]
     return found
