@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from realvr.backbone.backbone import Backbone
 from realvr.errors import UserError
 from realvr.latent.modes import recomputed_layers
+
+_SWITCHES = ("gradient_checkpointing", "_gradient_checkpointing_func", "training")
+_recomputed = partial(checkpoint, use_reentrant=False)
 
 
 @contextmanager
@@ -29,22 +34,20 @@ def layers_checkpointed(backbone: Backbone, wanted: float) -> Iterator[None]:
             "its key/value cache there with only a warning. Call model.gradient_checkpointing_disable() and choose "
             "memory='checkpointed-prefill' or memory='checkpointed' instead; both are exact"
         )
-    switches: list[Any] = [m for m in backbone.decoder.modules() if hasattr(m, "gradient_checkpointing")]
-    # Also where the model has it on already: its own function may be the reentrant one, which runs a layer outside the
-    # graph, so that the keys and values kept from it would carry no gradient.
-    before = [(m, m.gradient_checkpointing, m.training, vars(m).get("_gradient_checkpointing_func")) for m in switches]
-    backbone.decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    # That also hangs a hook on the embedding, one more with every call, which only the reentrant kind needs.
-    backbone.decoder.disable_input_require_grads()
+    # By the layers' own switches: the model's method also hangs a hook on the embedding, and releases of transformers
+    # name it differently. Also where the model has it on already: its own function may be the reentrant one, which
+    # runs a layer outside the graph, so that the keys and values kept from it would carry no gradient.
+    before = [{name: vars(layer)[name] for name in _SWITCHES if name in vars(layer)} for layer in layers]
     count = recomputed_layers(wanted, len(layers))
-    for layer in layers[:count]:
-        layer.training = True  # the layer's own switch only: its submodules (dropout) keep their mode
-    for layer in layers[count:]:
-        layer.gradient_checkpointing = False
+    for number, layer in enumerate(layers):
+        layer.gradient_checkpointing = number < count
+        if number < count:
+            layer._gradient_checkpointing_func = _recomputed
+            layer.training = True  # the layer's own switch only: its submodules (dropout) keep their mode
     try:
         yield
     finally:
-        for module, flag, training, function in before:
-            module.gradient_checkpointing, module.training = flag, training
-            if function is not None:
-                module._gradient_checkpointing_func = function
+        for layer, found in zip(layers, before, strict=True):
+            for name in _SWITCHES:
+                vars(layer).pop(name, None)
+            vars(layer).update(found)
