@@ -13,6 +13,7 @@ import op_tape
 from pretend_cuda import Machine
 from realvr.backbone import Backbone, loading
 from realvr.latent import graphs, room
+from realvr.latent.trial import Trial
 
 
 @pytest.fixture
@@ -23,8 +24,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def counting() -> tuple[torch.Tensor, Callable[[], None]]:
-    count = torch.zeros(1)
+    count = torch.zeros(1, dtype=torch.long)
     return count, lambda: [count.add_(1)].clear()
+
+
+def counted(count: torch.Tensor) -> Trial:
+    """That a replay counts on, as the step does."""
+    return Trial(lambda: [[count]], lambda: None, 0.0)
 
 
 def test_everything_is_on_the_device_of_the_model(machine: Machine) -> None:
@@ -32,20 +38,20 @@ def test_everything_is_on_the_device_of_the_model(machine: Machine) -> None:
     before = list(machine.streams)
     count, step = counting()
     record = graphs.CudaGraphs(torch.device("cuda", 1))
-    replay = graphs.record_step(record, step, [count], count)
+    replay = graphs.record_step(record, step, [count], counted(count))
     assert {stream.device for stream in machine.captured} == {1} and machine.streams == before
     assert {stream.device for _, *both in machine.log for stream in both} == {1}
     replay()
     assert count.item() == 1 and set(machine.replayed) == {1} and machine.current == 0
-    graphs.record_step(record, step, [count], count)
+    graphs.record_step(record, step, [count], counted(count))
     assert len(set(machine.captured)) == 1  # a backward pass is recorded where its forward pass was
 
 
 def test_a_recording_without_effect_is_refused(machine: Machine) -> None:
     """As one that was made on another device, where none of the kernels run."""
     count, step = counting()
-    with pytest.raises(RuntimeError, match="changed nothing"):
-        graphs.record_step(graphs.CudaGraphs(torch.device("cuda", 0)), step, [count], count)
+    with pytest.raises(RuntimeError, match="differs from the step by inf"):
+        graphs.record_step(graphs.CudaGraphs(torch.device("cuda", 0)), step, [count], counted(count))
     assert count.item() == 0
 
 
@@ -55,7 +61,7 @@ def test_a_failed_recording_gives_the_stream_back(machine: Machine) -> None:
     count, step = counting()
     machine.broken = True
     with pytest.raises(RuntimeError, match="during capture"):
-        graphs.record_step(graphs.CudaGraphs(torch.device("cuda", 1)), step, [count], count)
+        graphs.record_step(graphs.CudaGraphs(torch.device("cuda", 1)), step, [count], counted(count))
     assert machine.streams == before and count.item() == 0
 
 
@@ -109,10 +115,16 @@ def test_memory_of_graphs_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> No
     assert room.free_bytes(torch.device("cpu")) is None
 
 
-def test_a_tape_is_checked_too() -> None:
-    """The stand-in of other tests: a step that changes its counter passes, one that does not is refused."""
+def test_a_tape_is_tried_too() -> None:
+    """The stand-in of other tests: a replay that counts on passes, one that does not is refused."""
     count, step = counting()
-    graphs.record_step(op_tape.record, step, [count], count)()
+    graphs.record_step(op_tape.record, step, [count], counted(count))()
     assert count.item() == 1
-    with pytest.raises(RuntimeError, match="changed nothing"):
-        graphs.record_step(op_tape.record, lambda: None, [count], count)
+
+    def idle(step: Any, reset: Any) -> Any:
+        op_tape.record(step, reset)
+        return lambda: None
+
+    with pytest.raises(RuntimeError, match="differs from the step by inf"):
+        graphs.record_step(idle, step, [count], counted(count))
+    assert count.item() == 1

@@ -423,9 +423,10 @@ def test_a_recording_that_computes_nothing_is_refused(load: Loaded) -> None:
 
     def nothing(step: Any, reset: Any) -> Any:
         step()
+        reset()
         return lambda: None
 
     recorded = RecordedSpan(backbone, columns=16, record=nothing)
-    with pytest.warns(UserWarning, match="changed nothing"):
+    with pytest.warns(UserWarning, match="differs from the step by inf"):
         check(backbone, batch_of(backbone), 1, recorded)
     assert recorded.counts == {"plain": 1}

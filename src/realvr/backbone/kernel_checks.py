@@ -35,7 +35,7 @@ def attention_gap(
     """Largest relative error of a row for tensors laid out like these; hidden are a third of the trunk, what is behind
     the new column, and of the last of several prompts the whole trunk. Infinite if new keys and values are not where
     they belong, or others have changed."""
-    noise = _Noise(query.device)
+    noise = Noise(query.device)
     query, key, value = noise.like(query), noise.like(key), noise.like(value)
     trunk = noise.like(trunk[0]), noise.like(trunk[1])
     branches = None if branches is None else (noise.like(branches[0]), noise.like(branches[1]))
@@ -62,7 +62,7 @@ def attention_gap(
     for b in range(len(query)):  # one prompt at a time: float64 takes four times the room
         seen = None if branches is None else (branches[0][b], branches[1][b])
         gaps.append(_gap(found[b], _attention(query[b], (trunk[0][b], trunk[1][b]), seen, bias_BT[b], scaling)))
-    return _worst(gaps)
+    return worst(gaps)
 
 
 def _attention(query: Tensor, trunk: KeysValues, branches: KeysValues | None, bias_T: Tensor, scaling: float) -> Tensor:
@@ -92,7 +92,7 @@ def rotary_gap(
     sin: Tensor,
 ) -> float:
     """The same for (B, T, H, d) queries and (B, T, H_kv, d) keys, turned by (B or 1, T, d)."""
-    noise = _Noise(query.device)
+    noise = Noise(query.device)
     query, key = noise.like(query), noise.like(key)
     angles = 7 * noise.uniform(*cos.shape)
     cos, sin = angles.cos().to(cos.dtype), angles.sin().to(sin.dtype)
@@ -102,12 +102,12 @@ def rotary_gap(
         return x.double() * cos.double()[:, :, None] + torch.cat([-second, first], dim=-1) * sin.double()[:, :, None]
 
     found = rotate(query, key, cos, sin)
-    return _worst([_gap(one, turned(x)) for one, x in zip(found, (query, key), strict=True)])
+    return worst([_gap(one, turned(x)) for one, x in zip(found, (query, key), strict=True)])
 
 
 def norm_gap(norm: Callable[[Tensor, Tensor, float, bool], Tensor], x: Tensor, weight: Tensor, offset: bool) -> float:
     """The same for ``weight * x / rms(x)``, or ``(1 + weight) * …``."""
-    noise, epsilon = _Noise(x.device), 1e-6
+    noise, epsilon = Noise(x.device), 1e-6
     x, weight = noise.like(x), noise.like(weight)
     wide = x.double()
     right = wide / (wide.square().mean(-1, keepdim=True) + epsilon).sqrt() * (weight.double() + offset)
@@ -122,12 +122,12 @@ def _gap(found: Tensor, right: Tensor) -> float:
     return float(((found.double() - right).norm(dim=-1) / right.norm(dim=-1)).max())
 
 
-def _worst(gaps: list[float]) -> float:
+def worst(gaps: list[float]) -> float:
     """NaN if one of them is: Python's ``max`` may pass over it."""
     return float(torch.tensor(gaps, dtype=torch.float64).max())
 
 
-class _Noise:
+class Noise:
     """The same on every call, whatever the caller draws."""
 
     def __init__(self, device: torch.device) -> None:
@@ -136,10 +136,15 @@ class _Noise:
 
     def like(self, x: Tensor) -> Tensor:
         """Normal numbers in the layout of ``x``."""
-        drawn = torch.randn(x.shape, generator=self.generator, device=self.device, dtype=x.dtype)
+        drawn = self.normal(*x.shape, dtype=x.dtype)
         if drawn.stride() == x.stride():
             return drawn
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self.device).copy_(drawn)
 
+    def normal(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Normal numbers."""
+        return torch.randn(shape, generator=self.generator, device=self.device, dtype=dtype)
+
     def uniform(self, *shape: int) -> Tensor:
+        """Between 0 and 1."""
         return torch.rand(shape, generator=self.generator, device=self.device)

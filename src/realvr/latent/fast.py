@@ -23,7 +23,7 @@ from torch import Tensor
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.notices import notice_once
 from realvr.errors import UserError, ran_out
-from realvr.latent import graphs, room
+from realvr.latent import graphs, room, trial
 from realvr.latent.buffers import Buffers
 from realvr.latent.completions import Branch, Completion, finish, stop_test
 from realvr.latent.modes import COLUMNS, TOKENS, FastMode, is_static, round_up
@@ -310,7 +310,7 @@ class FastDecode:
 
         recorded = self._records(longest)
         if recorded and trunk.replay is None:
-            trunk.replay = self._recorded(eager, trunk.changed, trunk.column)
+            trunk.replay = self._recorded(eager, trunk)
         return self._counted(eager, trunk.replay if recorded else None)
 
     def _decode_step(
@@ -323,7 +323,7 @@ class FastDecode:
         recorded = self._records(longest)
         if recorded:
             if branches.replays.get(kind) is None:
-                branches.replays[kind] = self._recorded(eager, branches.changed, branches.step)
+                branches.replays[kind] = self._recorded(eager, branches)
             self._buffers.kept_kind(branches, kind)
         return self._counted(eager, branches.replays.get(kind) if recorded else None)
 
@@ -349,13 +349,12 @@ class FastDecode:
             self._buffers.forget()
         return True
 
-    def _recorded(
-        self, step: Callable[[], None], changed: Sequence[Tensor], counter: Tensor
-    ) -> Callable[[], None] | None:
+    def _recorded(self, step: Callable[[], None], over: Trunk | Branches) -> Callable[[], None] | None:
         try:
             self._record = self._record or graphs.CudaGraphs(self.backbone.device)
             with graphs.still_frequencies(self.backbone):
-                replay = graphs.record_step(self._record, step, changed, counter)
+                tried = trial.Trial(over.made, over.spoil, trial.tolerance(self.backbone.dtype))
+                replay = graphs.record_step(self._record, step, over.changed, tried)
         except RuntimeError as error:  # a device or a kernel that cannot be recorded
             self.recorded = ran_out(error)  # which may be another time
             reason = str(error).strip().splitlines()

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from realvr.backbone import small_kernels
 from realvr.backbone.backbone import Backbone
-from realvr.latent import room
+from realvr.latent import room, trial
 
 Replay = Callable[[], None]
 Record = Callable[[Callable[[], None], Callable[[], None]], Replay]
-"""``record(step, reset)`` runs the step as often as it needs to, with ``reset`` after each run; the result repeats
-it."""
+"""``record(step, reset)`` runs the step at least once, with ``reset`` after each run; the result repeats it."""
 
 _STATIC_EXPERTS = ("grouped_mm", "batched_mm")
 _WARM_UPS = 2
@@ -94,20 +93,24 @@ class _Recorded:
 def record_step(
     record: Record,
     step: Callable[[], None],
-    changed: Sequence[Tensor],
-    counter: Tensor | None = None,
+    changed: Sequence[Tensor] = (),
+    tried: trial.Trial | None = None,
     forget: Callable[[], None] | None = None,
 ) -> Replay:
-    """Record a step and leave ``changed``, all that it changes, as it was. ``counter``, one of these, differs after
-    every step: a recording that leaves it as it is recorded nothing, and is refused. ``forget`` drops what a run has
-    made: else there would be no room for the recording beside it."""
+    """Record a step and leave ``changed``, all that it changes, as it was. It is replayed once on trial, as ``tried``
+    says: a recording that makes something else than the step did is refused. ``forget`` drops what a run has made: else
+    there would be no room for the recording beside it."""
     before = [x.clone() for x in changed]
+    right: trial.Made = []
 
     def reset() -> None:
         for x, old in zip(changed, before, strict=True):
             x.copy_(old)
 
     def between() -> None:
+        nonlocal right
+        if tried is not None:
+            right = trial.parts(tried.made())
         if forget is not None:
             forget()
         reset()
@@ -115,20 +118,21 @@ def record_step(
     try:
         with small_kernels.recorded():
             replay = record(step, between)
-        if counter is not None:
+        if tried is not None:
             reset()
-            check_replay(replay, counter)
+            _try(replay, tried, right)
         return replay
     finally:
         reset()
 
 
-def check_replay(replay: Replay, result: Tensor) -> None:
-    """Replay once, and refuse a recording that leaves ``result`` as it is."""
-    before = result.clone()
+@torch.no_grad()
+def _try(replay: Replay, tried: trial.Trial, right: trial.Made) -> None:
+    tried.spoil()
     replay()
-    if torch.equal(result, before):
-        raise RuntimeError("a replay changed nothing")
+    off = trial.gap(trial.parts(tried.made()), right)
+    if not off <= tried.tolerance:
+        raise RuntimeError(f"a replay differs from the step by {off:.2g}, and {tried.tolerance:.2g} is allowed")
 
 
 # ---------------------------------------------------------------------- what is recorded

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from realvr.backbone.attention import Columns
 from realvr.backbone.backbone import Backbone
+from realvr.backbone.kernel_checks import Noise
 from realvr.backbone.span_attention import Trunk
 from realvr.backbone.trunk_gradients import LaterGradients, Queries, multiplied
 from realvr.latent import graphs
 from realvr.latent.span import span_tokens, think
 from realvr.latent.state import State
+from realvr.latent.trial import Trial, tolerance
 
 
 @runtime_checkable
@@ -168,6 +170,14 @@ class Recording:
             for _, apart in aparts:
                 apart.pairs.clear()
 
+        def gradients() -> list[list[Tensor]]:
+            """Of inputs, of parameters, and what those of weights and of the trunk are made of."""
+            own = [found[: len(inputs)], found[len(inputs) :]]
+            later = zip(*(each.tensors for each in self.queries if each is not None), strict=True)
+            return [
+                [x for x in kind if x is not None] for kind in (*own, *zip(*filter(None, kept), strict=True), *later)
+            ]
+
         with ExitStack() as stack:
             stack.enter_context(graphs.still_frequencies(self.backbone))
             aparts = [
@@ -176,17 +186,15 @@ class Recording:
                 if isinstance(layer, Deferred)
             ]
             aliases = stack.enter_context(_aliased(self.backbone))
-            self._forward = graphs.record_step(record, forward, [], forget=no_graph)
-            with torch.no_grad():
-                _check(self._forward, self.values[:1])  # a recording does not compute
-            wanted = len(made) if self.whole else 1
-            self.grads_in = {i: torch.zeros_like(self.values[i]) for i in range(wanted) if made[i].requires_grad}
+            dtype = self.backbone.dtype
+            tried = Trial(lambda: _by_place(self.values, 2), lambda: _spoil(self.values), tolerance(dtype))
+            self._forward = graphs.record_step(record, forward, tried=tried, forget=no_graph)
+            noise, wanted = Noise(self.position_B.device), len(made) if self.whole else 1
+            self.grads_in = {i: noise.like(self.values[i]) for i in range(wanted) if made[i].requires_grad}
             inputs = [x for x in (self.markers_B2D, *self.kv) if x.requires_grad]
             leaves = [*inputs, *(alias for _, alias in aliases), *(apart.weight for _, apart in aparts)]
-            self._backward = graphs.record_step(record, backward, [], forget=no_gradients)
-            with torch.no_grad():
-                later = [each.query_BHRd for each in self.queries if each is not None]
-                _check(self._backward, [x for x in (*found, *sum(kept, ()), *later) if x is not None])
+            tried = Trial(gradients, lambda: _spoil(sum(gradients(), [])), tolerance(dtype, backward=True))
+            self._backward = graphs.record_step(record, backward, tried=tried, forget=no_gradients)
         by_input = {id(x): grad for x, grad in zip(inputs, found, strict=False)}
         of_aliases = found[len(inputs) : len(inputs) + len(aliases)]
         used = [(p, grad) for (p, _), grad in zip(aliases, of_aliases, strict=True) if grad is not None]
@@ -250,13 +258,14 @@ def _static(like: Tensor, columns: int, split: bool) -> Tensor:
     return like.new_zeros(rows, heads, columns, width)
 
 
-def _check(replay: graphs.Replay, results: Sequence[Tensor]) -> None:
-    """Replay once, and refuse a recording that does not fill its results."""
-    for result in results[:1]:
-        result.detach().fill_(torch.nan)
-        replay()
-        if bool(result.isnan().all()):
-            raise RuntimeError("a replay changed nothing")
+def _by_place(values: Sequence[Tensor], first: int) -> list[list[Tensor]]:
+    """The ``first`` ones each by itself, then keys, then values."""
+    return [*([x] for x in values[:first]), list(values[first::2]), list(values[first + 1 :: 2])]
+
+
+def _spoil(tensors: Sequence[Tensor]) -> None:
+    for x in tensors:
+        x.data.fill_(torch.nan)  # unnoticed by autograd, which may have saved it
 
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:

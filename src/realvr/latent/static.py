@@ -19,6 +19,7 @@ from realvr.backbone.static import KeysValues, StaticPass
 from realvr.latent.sampling import Sampling, choose
 from realvr.latent.span import log_softmax_rows
 from realvr.latent.state import State, join_columns
+from realvr.latent.trial import Made
 
 Replay = Callable[[], None]
 
@@ -86,6 +87,17 @@ class Trunk:
         """What a latent step changes beside the keys and values of its own column."""
         return [self.visible_BT, self.place_BT, self.column, self.position_B, self.last_BD]
 
+    def made(self) -> Made:
+        """By the newest latent step: its state, the keys and values of its column, and where the next one goes."""
+        columns = _columns(self.kv, 2, self.column - 1)
+        return [[self.last_BD], columns[::2], columns[1::2], [self.column, self.position_B, self.visible_BT]]
+
+    def spoil(self) -> None:
+        """Overwrite what the coming step makes."""
+        self.last_BD.fill_(torch.nan)
+        for x in (x for pair in self.kv for x in pair):
+            x.index_fill_(2, self.column, torch.nan)
+
     def longer(self, before: State, new: int, windowed: bool) -> State:
         """The state after ``new`` more columns, in tensors of its own."""
         length, rows = before.length + new, before.rows
@@ -122,6 +134,8 @@ class Branches:
         self.logp_BGS = torch.zeros(rows, group, size, dtype=wide, device=device)
         self.last_B = torch.zeros(rows, dtype=torch.long, device=device)
         """Position of the last token that a row may be fed."""
+        self.hidden_BGD: Tensor | None = None
+        """Last hidden states of the newest step that was not a replay. A recording fills them in place."""
         self.replays: dict[tuple[float, float, int], Replay | None] = {}
         """The recorded step, by what of the sampling is in it."""
 
@@ -152,6 +166,23 @@ class Branches:
     def changed(self) -> list[Tensor]:
         """What a step changes beside the keys and values of its own column."""
         return [self.step, self.token_BG, self.ids_BGS, self.logp_BGS]
+
+    def made(self) -> Made:
+        """By the newest step: the keys and values of its column, its last hidden states, and what was chosen."""
+        columns, logp_BG = _columns(self.kv, 3, self.step - 1), self.logp_BGS.index_select(2, self.step)
+        hidden = [] if self.hidden_BGD is None else [self.hidden_BGD]
+        return [columns[::2], columns[1::2], hidden, [self.step, self.token_BG, logp_BG.isnan()]]
+
+    def spoil(self) -> None:
+        """Overwrite what the coming step makes."""
+        self.logp_BGS.index_fill_(2, self.step + 1, torch.nan)
+        for x in (x for pair in self.kv for x in pair):
+            x.index_fill_(3, self.step, torch.nan)
+
+
+def _columns(kv: list[KeysValues], dim: int, column: Tensor) -> list[Tensor]:
+    """One column of keys and values, layer by layer."""
+    return [x.index_select(dim, column) for pair in kv for x in pair]
 
 
 def _size(kv: list[KeysValues]) -> int:
@@ -220,6 +251,7 @@ def decode_step(backbone: Backbone, branches: Branches, sampling: Sampling, forb
     embeds = backbone.embed(branches.token_BG)
     hidden = backbone.decode(embeds, position_B[:, None].expand(-1, branches.group), carried)
     branches.step.add_(1)
+    branches.hidden_BGD = hidden
     choose_next(backbone, branches, hidden.flatten(0, 1), sampling, forbidden)
 
 
