@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from realvr.backbone import Backbone, packed_attention
+from realvr.backbone import Backbone, flash_checks, packed_attention
 from realvr.backbone.automatic import TITLES, Where, announcement, is_on, spelled_out
 from realvr.errors import UserError
 from realvr.training.engine.placing import fill
@@ -95,6 +95,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Where]:
             changed.setattr(torch, "empty", empty)
             changed.setattr(packed_attention, "_recent", lambda device: True)
             changed.setattr(packed_attention, "_varlen", lambda: (empty, frozenset()))
+            changed.setattr(flash_checks, "packs", lambda query: True)
             return Where.of(SimpleNamespace(**facts | changes))  # type: ignore[arg-type]
 
     return find

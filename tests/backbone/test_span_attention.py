@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpu_flash import Gpu, OnGpu
-from realvr.backbone import packed_attention, split_attention
+from realvr.backbone import flash_checks, packed_attention, split_attention
 from realvr.backbone.attention import Columns, Pass, Probe
 from realvr.backbone.notices import notice_once
 from realvr.backbone.span_attention import Run, Trunk, attend_span
@@ -231,6 +231,7 @@ def test_keys_and_values_are_joined_with_a_notice(why: str, match: str, monkeypa
         assert not ask() and not ask()
     assert len(said) == 1
     monkeypatch.setattr(packed_attention, "_recent", lambda device: True)
+    monkeypatch.setattr(flash_checks, "merges", lambda query: True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert trunk.takes(half, 7) and trunk.takes(torch.zeros(1), None)  # type: ignore[arg-type]

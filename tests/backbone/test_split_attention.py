@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpu_flash import Gpu, OnGpu
-from realvr.backbone import packed_attention, split_attention
+from realvr.backbone import flash_checks, packed_attention, split_attention
 from realvr.backbone.attention import Columns, Pass, Probe
 from realvr.backbone.notices import notice_once
 from realvr.backbone.split_attention import Split, attend_split, weights_on
@@ -224,6 +224,7 @@ def test_the_mask_is_used_with_a_notice(why: str, match: str, monkeypatch: pytes
         assert not ask() and not ask()
     assert len(said) == 1
     monkeypatch.setattr(packed_attention, "_recent", lambda device: True)
+    monkeypatch.setattr(flash_checks, "merges", lambda query: True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert split.takes(half, fits) and split.takes(torch.zeros(1), None)  # type: ignore[arg-type]

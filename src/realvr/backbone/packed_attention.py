@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from realvr.backbone import flash_checks
 from realvr.backbone.vision import Chunks
 
 
@@ -73,8 +74,8 @@ def _recent(device: torch.device) -> bool:
 
 
 def has_varlen(query: Tensor) -> bool:
-    """Whether ``varlen_attn`` takes this query."""
-    return has_flash(query) and _varlen() is not None
+    """Whether ``varlen_attn`` takes this query, and computes what it should."""
+    return has_flash(query) and _varlen() is not None and flash_checks.packs(query)
 
 
 def attend_packed(

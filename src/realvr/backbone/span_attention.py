@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from realvr.backbone import flash_checks
 from realvr.backbone.notices import notice_once
 from realvr.backbone.packed_attention import has_flash
 from realvr.backbone.split_attention import Split, merged
@@ -82,10 +83,12 @@ class Trunk:
         if window is not None and window <= self.span:
             _joined("a sliding window is shorter than a span")
             return False
-        if query.device.type != "cpu" and not has_flash(query):
+        if query.device.type == "cpu":
+            return True
+        if not has_flash(query):
             _joined(f"there is no flash attention on this device for {query.dtype} and heads {query.shape[-1]} wide")
             return False
-        return True
+        return flash_checks.merges(query)
 
     def runs(
         self, queries: int, folds: int, window: int | None, place_BT: Tensor | None, device: torch.device

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from realvr.backbone import flash_checks
 from realvr.backbone.notices import notice_once
 from realvr.backbone.packed_attention import has_flash
 
@@ -57,10 +58,12 @@ class Split:
         if window is not None and window < self.trunk + self.size:
             _masked("a sliding window is shorter than a prompt with its completion")
             return False
-        if query.device.type != "cpu" and not has_flash(query):
+        if query.device.type == "cpu":
+            return True
+        if not has_flash(query):
             _masked(f"there is no flash attention on this device for {query.dtype} and heads {query.shape[-1]} wide")
             return False
-        return True
+        return flash_checks.merges(query)
 
     @cached_property
     def padding(self) -> Tensor | None:
