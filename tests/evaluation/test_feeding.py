@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -24,9 +25,11 @@ from realvr.diagnostics.parts import Samples
 from realvr.diagnostics.run import measure_all
 from realvr.evaluation.asking import ImageLoader, Waiting, prefetch
 from realvr.evaluation.model_responder import ModelResponder
+from realvr.evaluation.processes import Ranks
 from realvr.evaluation.questions import Questions
 from realvr.evaluation.responder import Plan, Reply, Request
 from realvr.evaluation.runner import EvalSettings, evaluate
+from realvr.imaging.ahead import Ahead
 from realvr.imaging.processing import picture_hash
 from realvr.latent.sampling import Sampling
 from realvr.runs.journal import Journal
@@ -187,3 +190,50 @@ def test_diagnostics_prepare_the_next_batch_while_the_model_answers(
     expected = [record for k in range(0, 6, 2) for record in plain.measure(model, Samples(pairs[k : k + 2]))]
     assert journal.records == expected
     assert {record["pair"] for record in journal.records if any(record["errors"])} == {"pair1"}
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many threads each `Ahead` was given, on a machine of 48 cores."""
+    given: list[int] = []
+    begin = Ahead.__init__
+
+    def noted(self: Ahead[Any, Any], *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        given.append(self._pool._max_workers)
+
+    monkeypatch.setattr(Ahead, "__init__", noted)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(48)), raising=False)
+    return given
+
+
+MACHINES = [(None, None, 4), ("16", "8", 3), ("16", "1", 4), ("16", None, 1), ("4", "99", 4)]
+"""Processes of all, those of this machine, and the threads of each: half of 48 cores over the latter, 4 at most."""
+
+
+@pytest.mark.parametrize(("world", "here", "expected"), MACHINES)
+@pytest.mark.parametrize("family", ["qwen2.5-vl"], indirect=True)
+def test_threads_share_the_cores_of_their_machine(
+    world: str | None,
+    here: str | None,
+    expected: int,
+    backbone: Backbone,
+    threads: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sixteen processes on two machines: eight share the cores of one, in an evaluation and in a diagnostic."""
+    for name, value in (("RANK", world and "0"), ("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", here)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    ranks = Ranks.from_environment()
+    assert ranks.world == int(world or 1) and ranks.local_world <= ranks.world
+    monkeypatch.setattr(Ranks, "barrier", lambda self: None)
+    questions = Questions("mmvp", [replace(s, pair=f"{i // 2}") for i, s in enumerate(samples(4))])
+    evaluate(Oracle(), [questions], tmp_path / "run", EvalSettings(ablation=False), batch=4, show=False, ranks=ranks)
+    views = [replace(view, pair="pair", answer="AB"[i]) for i, view in enumerate(samples(2))]
+    diagnostic, model = Counterfactual(), Model(ModelResponder(backbone, Sampling(temperature=0.0, max_new=1)), 1)
+    journal = Journal(tmp_path / "counterfactual.jsonl", diagnostic.key, 0, 1)
+    measure_all(diagnostic, model, [Pair("color", *views)], journal, 1, ranks)
+    assert threads == [expected] * 2

@@ -246,6 +246,21 @@ def test_ranks_in_lockstep_answer_everything(data: Path, held: Path, tmp_path: P
     assert found[0] == found[1]
 
 
+def test_ranks_of_one_machine_share_its_cores(
+    data: Path, held: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen ranks on two machines, each with its own questions or, in lockstep, with all of them."""
+    task, settings, engine = make("rl", small("rl", data, tmp_path, held))
+    validation = validation_of(task, settings, engine)
+    assert validation is not None and validation._shares().local_world == 1
+    monkeypatch.setattr(type(engine), "world", 16)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    for lockstep, among in ((False, 16), (True, 1)):
+        monkeypatch.setattr(type(engine), "lockstep", lockstep)
+        shares = validation._shares()
+        assert (shares.world, shares.local_world) == (among, 8)
+
+
 @pytest.mark.slow
 def test_curves_of_validations_are_in_the_report(data: Path, held: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"

@@ -336,7 +336,7 @@ def _pictures_ahead(
         return
     pictures = [list(dict.fromkeys(_pictures(part))) for part in batches]
     order = (picture for part in pictures for picture in part)
-    with backbone.prepared_ahead(order, 2 * max(map(len, pictures), default=1), ranks.world) as ahead:
+    with backbone.prepared_ahead(order, 2 * max(map(len, pictures), default=1), ranks.local_world) as ahead:
         yield lambda part: ahead.discard(dict.fromkeys(_pictures(part)))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from realvr.errors import UserError
+from realvr.runs.launching import processes_here
 
 PATIENCE = timedelta(days=7)
 """How long processes wait for one another: shares of a benchmark may differ by hours."""
@@ -15,17 +16,19 @@ PATIENCE = timedelta(days=7)
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all. ``local`` numbers the processes of this machine: it picks the GPU."""
+    """This process among all. ``local`` numbers the processes of this machine: it picks the GPU. ``local_world`` is how
+    many they are: they share its cores."""
 
     rank: int = 0
     world: int = 1
     local: int = 0
+    local_world: int = 1
 
     @classmethod
     def from_environment(cls) -> Ranks:
-        """From RANK, WORLD_SIZE and LOCAL_RANK, as torchrun and accelerate set them."""
+        """From RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as torchrun and accelerate set them."""
         rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        return cls(rank, world, int(os.environ.get("LOCAL_RANK", rank)))
+        return cls(rank, world, int(os.environ.get("LOCAL_RANK", rank)), processes_here(world))
 
     def start(self) -> None:
         """Meet the other processes."""

@@ -262,7 +262,7 @@ class Run:
     ) -> Iterator[tuple[_Bench, list[Sample], list[Asked]]]:
         """The batches, each with its images, which threads have prepared meanwhile."""
         batches = [batch for _, batch in share]
-        with closing(prefetch(batches, self.loader, self.waiting, self.ranks.world)) as loaded:
+        with closing(prefetch(batches, self.loader, self.waiting, self.ranks.local_world)) as loaded:
             for (bench, batch), asked in zip(share, loaded, strict=True):
                 yield bench, batch, asked
 

@@ -22,7 +22,8 @@ MOST_THREADS = 4
 
 
 def threads_for(processes: int = 1) -> int:
-    """Threads that prepare pictures in one of so many processes: half of the cores it may use, 1 to 4."""
+    """Threads that prepare pictures in one of so many processes of this machine: half of the cores they may use,
+    shared; 1 to 4."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MOST_THREADS, cores // (2 * processes)))
 

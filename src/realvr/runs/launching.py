@@ -247,6 +247,12 @@ def serve(share: Callable[[str], Any], settings: str) -> NoReturn:
     os._exit(code)  # not sys.exit: a process group that waits for a failed process must not hold this one up
 
 
+def processes_here(world: int) -> int:
+    """Processes of this machine among ``world``, which share its cores; all of them where the launcher does not say
+    it."""
+    return max(1, min(world, int(os.environ.get("LOCAL_WORLD_SIZE") or world)))
+
+
 def check_count(processes: int) -> None:
     """Refuse a number of processes that makes no sense."""
     if processes < 1:

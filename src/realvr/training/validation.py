@@ -177,8 +177,10 @@ class Validation:
 
     def _shares(self) -> EvaluationRanks:
         """Every rank its share; all of it where the ranks must pass through the model equally often."""
-        engine = self.engine
-        return EvaluationRanks() if engine.lockstep else _Shares(engine.rank, engine.world, engine=engine)
+        engine, beside = self.engine, self.engine.local_world
+        if engine.lockstep:
+            return EvaluationRanks(local_world=beside)
+        return _Shares(engine.rank, engine.world, local_world=beside, engine=engine)
 
     def _fast(self) -> FastDecode | None:
         """As rollouts are decoded, with buffers that go with the validation. In lockstep ranks must not decide for
@@ -223,9 +225,8 @@ class Validation:
         size, samples, shares = self.settings.validation.batch, self.questions.samples, self._shares()
         batches = [samples[place : place + size] for place in range(0, len(samples), size)]
         own: dict[str, float] = {}
-        with closing(
-            prefetch(batches[shares.rank :: shares.world], self.loader, processes=self.engine.local_world)
-        ) as loaded:
+        mine = batches[shares.rank :: shares.world]
+        with closing(prefetch(mine, self.loader, processes=shares.local_world)) as loaded:
             for asked in loaded:
                 own |= self._batch_losses(asked)
         if self.engine.lockstep:

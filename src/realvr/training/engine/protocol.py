@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from realvr.runs.launching import processes_here
 from realvr.training import statefile
 from realvr.training.engine.placing import fill
 from realvr.training.engine.settings import EngineSettings
@@ -153,7 +154,7 @@ class Engine(ABC):
     @property
     def local_world(self) -> int:
         """Number of processes on this machine; of all where the launcher does not say it."""
-        return min(self.world, int(os.environ.get("LOCAL_WORLD_SIZE") or self.world))
+        return processes_here(self.world)
 
     @property
     @abstractmethod
