@@ -132,6 +132,10 @@ def test_what_a_run_says() -> None:
         ("--model.fused_layers auto", "--model.fused_layers auto"),
         ("--model.fused_layers=false", "--model.fused_layers False"),
         ("--variable-length TRUE --x true", "--variable-length True --x true"),
+        ("--recorded-span off --x off", "--recorded-span False --x off"),
+        ("--recorded-span On", "--recorded-span True"),
+        ("--method.split_attention=no", "--method.split_attention False"),
+        ("--fused-layers=YES --x", "--fused-layers True --x"),
         ("--variable-length maybe", "--variable-length maybe"),
         ("--model.tiles True --fast", "--model.tiles True --fast"),
     ],
@@ -144,4 +148,6 @@ def test_flags_without_a_value(given: str, meant: str) -> None:
 def test_flags_before_what_belongs_to_none() -> None:
     assert spelled_out(["--fused-layers", "runs/a"], free=True) == ["--fused-layers", "True", "runs/a"]
     assert spelled_out(["--fused-layers", "auto", "runs/a"], free=True) == ["--fused-layers", "auto", "runs/a"]
+    assert spelled_out(["--fused-layers", "off", "runs/a"], free=True) == ["--fused-layers", "False", "runs/a"]
+    assert spelled_out(["--fused-layers", "office"], free=True) == ["--fused-layers", "True", "office"]
     assert spelled_out(["runs/a", "--no-fused-layers"], free=True) == ["runs/a", "--fused_layers", "False"]

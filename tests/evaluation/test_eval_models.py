@@ -165,7 +165,7 @@ def test_an_evaluation_says_and_records_fused_layers(
     """``auto`` is off on this CPU; where it is on, the record says so, and an evaluation begun without goes on."""
     assert "layers" not in json.loads((finished / "eval.json").read_text())["versions"]
     monkeypatch.setattr(Where, "takes", lambda self, name: True)
-    for flags, fused, said in (([], True, 1), (["--no-fused-layers"], False, 0), (["--fused-layers", "true"], True, 0)):
+    for flags, fused, said in (([], True, 1), (["--no-fused-layers"], False, 0), (["--fused-layers", "on"], True, 0)):
         out = tmp_path / "-".join(["out", *flags])
         assert main(arguments(model, world, out, "--batch", "5", *flags)) == 0
         assert lines(out) == lines(finished)

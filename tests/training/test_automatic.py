@@ -44,7 +44,15 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------------- settings
 
 
-@pytest.mark.parametrize(("written", "value"), [("auto", "auto"), ("true", True), ("false", False), ("on", True)])
+WORDS = {
+    "auto": "auto AUTO",
+    True: "true True TRUE on On ON oN yes YES y t 1",
+    False: "false False FALSE off Off OFF no NO n f 0",
+}
+"""In YAML some are booleans or numbers, others text."""
+
+
+@pytest.mark.parametrize(("written", "value"), [(word, value) for value in WORDS for word in WORDS[value].split()])
 @pytest.mark.parametrize("kind", OWN)
 def test_a_file_and_a_command_line_say_the_same(kind: str, written: str, value: Any, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
@@ -56,10 +64,10 @@ def test_a_file_and_a_command_line_say_the_same(kind: str, written: str, value: 
         *(value for _ in OWN[kind]),
     ]
     assert load_settings(kind, save_resolved(settings, tmp_path / "saved.yaml")) == settings
-    if written != "on":
-        file.write_text(yaml.safe_dump(SMALL))
-        flags = ["--model.fused-layers", written, *(each for name in OWN[kind] for each in (f"--{name}", written))]
-        assert load_settings(kind, file, flags) == settings
+    file.write_text(yaml.safe_dump(SMALL))
+    flags = ["--model.fused-layers", written, *(each for name in OWN[kind] for each in (f"--{name}", written))]
+    assert load_settings(kind, file, flags) == settings
+    assert load_settings(kind, file, [f"--model.fused_layers={written}", *flags[2:]]) == settings
 
 
 def test_flags_alone_mean_yes_and_no(tmp_path: Path) -> None:
@@ -82,10 +90,9 @@ def test_other_values_are_refused(value: str, tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump(SMALL) + f"split_attention: {value}\n")
     with pytest.raises(UserError, match=r"method.split_attention: write true, false or auto \(it is .*\)$"):
         load_settings("rl", file)
-    if value == "quick":
-        file.write_text(yaml.safe_dump(SMALL))
-        with pytest.raises(SystemExit):
-            load_settings("rl", file, ["--split-attention", value])
+    file.write_text(yaml.safe_dump(SMALL))
+    with pytest.raises(SystemExit):
+        load_settings("rl", file, ["--split-attention", value])
 
 
 # ---------------------------------------------------------------------- runs

@@ -85,8 +85,9 @@ def announcement(names: Sequence[str]) -> str:
 
 
 def spelled_out(flags: Sequence[str], free: bool = False) -> list[str]:
-    """Command line with ``True``, ``False`` or ``auto`` behind every such setting, whose flag alone means true and with
-    ``no-`` false. ``free``: values that belong to no flag may follow it."""
+    """Command line with ``True``, ``False`` or ``auto`` behind every such setting, for which it takes the words of a
+    settings file (``on``, ``off``, ``yes``, …). Its flag alone means true and with ``no-`` false. ``free``: values that
+    belong to no flag may follow it."""
     found: list[str] = []
     for index, flag in enumerate(flags):
         name, equals, value = flag.partition("=")
@@ -107,7 +108,12 @@ def spelled_out(flags: Sequence[str], free: bool = False) -> list[str]:
     return found
 
 
-_WORDS = {"true": "True", "false": "False", "auto": "auto"}
+_WORDS = {
+    **dict.fromkeys(("true", "yes", "on", "y", "t", "1"), "True"),
+    **dict.fromkeys(("false", "no", "off", "n", "f", "0"), "False"),
+    "auto": "auto",
+}
+"""What may be written for such a setting, as in a settings file: capitals or not. And what the command line reads."""
 
 
 def _word(value: str) -> str:

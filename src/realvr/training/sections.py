@@ -31,8 +31,8 @@ class Section(BaseModel):
 
 
 def _switch(value: object) -> object:
-    if value == "auto":
-        return value
+    if isinstance(value, str) and value.lower() == "auto":
+        return "auto"
     try:
         return TypeAdapter(bool).validate_python(value)
     except ValueError:
