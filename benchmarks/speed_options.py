@@ -26,7 +26,7 @@ CHOICES = {
     "decode": ("off", "static", "graph", "auto"),
     "rollouts": ("microbatch", "together"),
     "gradients": ("autograd", "deferred"),
-    "lora": ("peft", "thin", "kernels"),
+    "lora": ("peft", "thin", "auto", "kernels"),
     "packed": ("mask", "auto", "variable"),
     "vision": ("stock", "padded"),
     "layers": ("stock", "auto", "fused"),
@@ -40,7 +40,7 @@ SETTINGS = {
     "replay": "split_attention",
     "span": "recorded_span",
 }
-"""Settings of the package that may be ``auto``: on or off by the model and its device."""
+"""Settings of the package that may be ``auto``: on or off by the model and its device. So may ``lora``."""
 
 
 @dataclass(frozen=True)
@@ -73,20 +73,27 @@ class Options:
 
     def adapters(self, rank: int) -> dict[str, Any]:
         """Settings of LoRA."""
-        return {"rank": rank, "alpha": 2 * max(1, rank), "kernels": self.lora == "kernels"}
+        return {
+            "rank": rank,
+            "alpha": 2 * max(1, rank),
+            "kernels": "auto" if self.lora == "auto" else self.lora == "kernels",
+        }
 
     def settled(self, backbone: Backbone) -> Options:
         """With what ``auto`` stands for with this model."""
         where = Where.of(backbone)
         asked = {key: setting for key, setting in SETTINGS.items() if getattr(self, key) == "auto"}
-        return replace(self, **{key: CHOICES[key][-1 if where.takes(name) else 0] for key, name in asked.items()})
+        found = {key: CHOICES[key][-1 if where.takes(name) else 0] for key, name in asked.items()}
+        if self.lora == "auto":  # training never has peft's own
+            found["lora"] = "kernels" if where.takes("kernels") else "thin"
+        return replace(self, **found)
 
     def facts(self) -> dict[str, str]:
         return asdict(self)
 
 
 def _default() -> Options:
-    method, model = ReaLVRConfig(type="realvr"), ModelSettings.model_fields
+    method, model, kernels = ReaLVRConfig(type="realvr"), ModelSettings.model_fields, LoraSettings().kernels
 
     def chosen(key: str, switch: bool | str) -> str:
         return "auto" if switch == "auto" else CHOICES[key][-1 if switch else 0]
@@ -95,7 +102,7 @@ def _default() -> Options:
         decode=method.fast_decode,
         rollouts="together",
         gradients=OptimSettings.model_fields["gradients"].default,
-        lora="kernels" if LoraSettings().kernels else "thin",
+        lora="auto" if kernels == "auto" else "kernels" if kernels else "thin",
         packed=chosen("packed", LvrSftConfig().variable_length),
         vision=chosen("vision", model["fast_vision"].default),
         layers=chosen("layers", model["fused_layers"].default),

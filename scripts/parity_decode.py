@@ -49,14 +49,15 @@ def with_adapters(paths: Paths, mode: str, default: bool = False) -> Found:
         paths.load(torch.float32, str(paths.truth.device)),
     )
     prompts, name = paths.ask(ours), f"{mode} decode with adapters" + ", as by default" * default
-    adapters = {id(backbone): _adapted(backbone, default and backbone is ours) for backbone in (ours, plain, truth)}
+    kernels = default and paths.dense  # experts have none by default
+    adapters = {id(backbone): _adapted(backbone, kernels and backbone is ours) for backbone in (ours, plain, truth)}
     fast = FastDecode(ours, recorded=mode == "graph", **paths.buffers)
 
     def sampled(backbone: Backbone, fast: FastDecode | None) -> Rollout:
         with adapters[id(backbone)].still():
             return rollout(backbone, prompts, group=4, sampling=SAMPLING, seed=5, latents=K, fast=fast)
 
-    with paths.adapting(name, {"narrow", "widen"} if default else set()):
+    with paths.adapting(name, {"narrow", "widen"} if kernels else set()):
         mine = sampled(ours, fast)
     found = _compared(paths, name, plain, truth, mine, sampled(plain, None))
     for backbone in (ours, plain, truth):

@@ -187,6 +187,19 @@ def test_the_default_set_is_what_the_package_switches_on_for_the_model(
         assert f"{name}={facts[name]}" in made.results.inputs("vision_ratio")["switches"]
 
 
+@pytest.mark.parametrize(("family", "way"), [("qwen3-vl", "kernels"), ("qwen3-vl-moe", "thin")])
+def test_the_default_set_has_the_adapters_of_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, way: str
+) -> None:
+    of = Where.of
+    monkeypatch.setattr(Where, "of", lambda found: replace(of(found), cuda=True, bfloat16=True))
+    made = bench(tmp_path, preset=f"tiny:{family}")
+    made.options = parse_options("default", CPU)
+    assert made.options.adapters(4)["kernels"] == made.options.facts()["lora"] == "auto"
+    made.backbone(2)
+    assert made.options.facts()["lora"] == way and made.options.adapters(4)["kernels"] is (way == "kernels")
+
+
 def test_readouts_of_a_release_count_once() -> None:
     """One completion measured: a replay of 1 s, eight latent steps of 2 s, four readouts of 3 s."""
     assert speed_baseline.repeated(1 + 8 * 2 + 4 * 3, 4 * 3, 8) == 8 * (1 + 8 * 2) + 4 * 3

@@ -32,9 +32,12 @@ def on(where: Where) -> set[str]:
         ({"cuda": False}, set()),
         ({"cuda": False, "flash": False, "packs": False}, set()),
         ({"dense": False}, set()),
-        ({"whole": False}, set()),
-        ({"flash": False, "packs": False}, set(ANY_WIDTH)),  # float32 on a GPU
-        ({"flash": False}, set(ANY_WIDTH)),
+        ({"whole": False}, {"kernels"}),
+        ({"whole": False, "dense": False}, set()),
+        ({"whole": False, "bfloat16": False}, set()),
+        ({"bfloat16": False}, ALL - {"kernels"}),  # float16
+        ({"flash": False, "packs": False, "bfloat16": False}, set(ANY_WIDTH)),  # float32 on a GPU
+        ({"flash": False}, {*ANY_WIDTH, "kernels"}),
         ({"packs": False}, ALL - {"variable_length"}),  # images attend both ways
     ],
 )
@@ -44,7 +47,7 @@ def test_where_fast_paths_are_on_by_themselves(changes: dict[str, bool], expecte
 
 @pytest.mark.parametrize("name", TITLES)
 def test_what_is_said_wins(name: str) -> None:
-    nowhere = Where(cuda=False, flash=False, dense=False, whole=False, packs=False)
+    nowhere = Where(cuda=False, flash=False, dense=False, whole=False, packs=False, bfloat16=False)
     for where in (H200, nowhere):
         assert where.settle(name, True) is True and where.settle(name, False) is False
     assert (H200.settle(name, "auto"), nowhere.settle(name, "auto")) == (True, False)
@@ -104,10 +107,11 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Where]:
 def test_a_model_on_a_gpu(backbone: Backbone, family: str, pretended: Callable[..., Where]) -> None:
     moe, two_way = family == "qwen3-vl-moe", family == "gemma3"
     narrow = set() if moe else ALL - {"variable_length"} if two_way else ALL
-    assert on(pretended(backbone)) == on(pretended(backbone, torch.float16)) == narrow
+    in_parts = set() if moe else {"kernels"}
+    assert on(pretended(backbone)) == narrow and on(pretended(backbone, torch.float16)) == narrow - {"kernels"}
     assert on(pretended(backbone, torch.float32)) == (set() if moe else set(ANY_WIDTH))
-    assert on(pretended(backbone, whole=False)) == set()
-    assert on(pretended(backbone, devices=[torch.device("cuda", 0), torch.device("cuda", 1)])) == set()
+    assert on(pretended(backbone, whole=False)) == in_parts
+    assert on(pretended(backbone, devices=[torch.device("cuda", 0), torch.device("cuda", 1)])) == in_parts
     assert on(pretended(backbone, device=torch.device("cpu"))) == set()
 
 

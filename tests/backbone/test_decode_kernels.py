@@ -34,9 +34,9 @@ PARTS = ("branches", "latent step", "latent step of one prompt")
 CASES = Path(__file__).parents[1] / "kernel_cases.py"
 
 
-def cases(what: str, **variables: str) -> list[str]:
+def cases(*what: str, script: Path = CASES, **variables: str) -> list[str]:
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore", str(CASES), what],
+        [sys.executable, "-W", "ignore", str(script), *what],
         capture_output=True,
         text=True,
         env={**os.environ, **variables},
@@ -81,6 +81,24 @@ def test_where_the_package_calls_them() -> None:
     found = [line.rsplit(" ", 1) for line in cases("wired", TRITON_INTERPRET="1")]
     assert len(found) == 6 + 3 * 3
     assert all(float(error) < (1e-4 if "log-probs" in name else 1e-5) for name, error in found), found
+
+
+def rounding(*what: str) -> dict[str, float]:
+    found = cases(*what, script=CASES.with_name("rounding_cases.py"), TRITON_INTERPRET="1")
+    return {name: float(number) for name, number in (line.rsplit(" ", 1) for line in found)}
+
+
+def test_attention_in_16_bits_is_nearer_to_exact_than_through_torch() -> None:
+    found = rounding("attention")
+    assert 1e-4 < found["kernel"] < 0.85 * found["torch"] < 5e-3
+
+
+@pytest.mark.slow
+def test_rollouts_of_experts_are_nearer_to_their_replay_than_through_torch() -> None:
+    """Why a mixture has the kernel for attention in its recorded steps; with stock layers it has no other."""
+    found = rounding("qwen3-vl-moe", "2")
+    assert found["kernel, median"] < 0.8 * found["torch, median"] and found["kernel, mean"] < found["torch, mean"]
+    assert {name for name in found if "launched" in name} == {"attention, launched"}
 
 
 @pytest.mark.slow

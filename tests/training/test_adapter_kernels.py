@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 import op_tape
 from memory import Case, rl_batch
 from realvr.backbone import Backbone
+from realvr.backbone.automatic import Where
 from realvr.backbone.notices import notice_once
 from realvr.latent import span_recording
 from realvr.latent.recorded_span import RecordedSpan
@@ -205,7 +207,25 @@ def test_kernels_are_used_on_an_nvidia_gpu_in_bfloat16_where_they_are_wanted(
             adapters = Adapters(backbone, LoraSettings(rank=4, kernels=wanted))
         right = gpu if (device, dtype, wanted, amd) == (gpu, BF16, True, None) else None
         assert {layer.kernels for layer in layers_of(adapters)} == {right}
-    assert LoraSettings().kernels
+
+
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl-moe"])
+def test_by_default_kernels_are_for_dense_models(
+    family: str, build_tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mixture of experts has them where they are asked for."""
+    gpu, of = torch.device("cuda", 0), Where.of
+    monkeypatch.setattr(adapter_kernels, "gaps", compared(lambda *_: 1e-6))
+    assert LoraSettings().kernels == "auto"
+    for wanted in ("auto", True, False):
+        backbone = Backbone.load(build_tiny(family), dtype=BF16, device="cpu")
+        found = replace(of(backbone), cuda=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(Backbone, "device", property(lambda _: gpu))
+            patch.setattr(Where, "of", lambda _, found=found: found)
+            adapters = Adapters(backbone, LoraSettings(rank=4, kernels=wanted))
+        right = wanted is True or (wanted == "auto" and family != "qwen3-vl-moe")
+        assert {layer.kernels for layer in layers_of(adapters)} == {gpu if right else None}
 
 
 def test_a_shape_that_is_wrong_leaves_out_its_layers_with_one_notice(

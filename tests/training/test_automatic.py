@@ -13,10 +13,11 @@ from realvr.backbone.automatic import TITLES, Where
 from realvr.errors import UserError
 from realvr.training.configuration import load_settings, save_resolved
 from realvr.training.dry_run import dry_run
+from realvr.training.engine import engine_settings, start_engine
 from realvr.training.estimate.batches import workload_of
 from realvr.training.methods.lvr_sft import LvrSftConfig
 from realvr.training.methods.realvr import ReaLVRConfig
-from realvr.training.sections import ModelSettings
+from realvr.training.sections import LoraSettings, ModelSettings
 from stage_runs import configure, lines, make, numbers, run
 
 OWN = {"sft": ("variable_length",), "rl": ("split_attention", "recorded_span")}
@@ -57,15 +58,18 @@ WORDS = {
 def test_a_file_and_a_command_line_say_the_same(kind: str, written: str, value: Any, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     own = "".join(f"{name}: {written}\n" for name in OWN[kind])
+    own += f"lora:\n  kernels: {written}\n"
     file.write_text(yaml.safe_dump(SMALL).replace("path: m", f"path: m\n  fused_layers: {written}") + own)
-    settings = load_settings(kind, file)
+    settings: Any = load_settings(kind, file)
     assert [settings.model.fused_layers, *(getattr(settings.method, name) for name in OWN[kind])] == [
         value,
         *(value for _ in OWN[kind]),
     ]
+    assert settings.lora.kernels == value and type(settings.lora.kernels) is type(value)
     assert load_settings(kind, save_resolved(settings, tmp_path / "saved.yaml")) == settings
     file.write_text(yaml.safe_dump(SMALL))
     flags = ["--model.fused-layers", written, *(each for name in OWN[kind] for each in (f"--{name}", written))]
+    flags += ["--lora.kernels", written]
     assert load_settings(kind, file, flags) == settings
     assert load_settings(kind, file, [f"--model.fused_layers={written}", *flags[2:]]) == settings
 
@@ -76,12 +80,16 @@ def test_flags_alone_mean_yes_and_no(tmp_path: Path) -> None:
     settings = load_settings("rl", file, ["--split-attention", "--method.no-recorded-span", "--model.fused-layers"])
     method: Any = settings.method
     assert (method.split_attention, method.recorded_span, settings.model.fused_layers) == (True, False, True)
+    for flag, value in (("--lora.kernels", True), ("--lora.no-kernels", False)):  # as when it was true or false
+        changed: Any = load_settings("rl", file, [flag, "--lora.rank", "4"])
+        assert changed.lora.kernels is value and changed.lora.rank == 4
 
 
 def test_auto_is_the_default() -> None:
     method = ReaLVRConfig(type="realvr")
     fused = ModelSettings(path="m").fused_layers
-    assert {fused, method.split_attention, method.recorded_span, LvrSftConfig().variable_length} == {"auto"}
+    kernels = LoraSettings().kernels
+    assert {fused, method.split_attention, method.recorded_span, LvrSftConfig().variable_length, kernels} == {"auto"}
 
 
 @pytest.mark.parametrize("value", ["quick", "2", "[true]", "null"])
@@ -133,6 +141,45 @@ def test_a_run_says_and_records_what_was_chosen(
 
 
 @pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize(
+    ("lora", "recorded", "announced"),
+    [
+        ({"rank": 2}, True, True),
+        ({"rank": 2, "dropout": 0.1}, True, True),  # rollouts have none
+        ({"rank": 2, "kernels": True}, True, False),
+        ({"rank": 2, "kernels": False}, False, False),
+        ({}, False, False),  # no adapters
+    ],
+)
+def test_kernels_of_adapters_are_said_and_recorded(
+    lora: dict[str, Any],
+    recorded: bool,
+    announced: bool,
+    kind: str,
+    untrained: Path,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    everywhere: None,
+) -> None:
+    settings: Any = make(kind, configure(kind, untrained, data, tmp_path, lora=lora))[1]
+    assert settings.lora.kernels is recorded
+    (said,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("fast paths: "))
+    assert ("adapter kernels" in said) is announced
+
+
+def test_layers_that_are_gathered_have_no_adapter_kernels_by_themselves(
+    untrained: Path, data: Path, tmp_path: Path, everywhere: None
+) -> None:
+    """ZeRO-3 gathers the parts of a layer in hooks of their own, FSDP2 whole decoder layers."""
+    for name, recorded in (("zero3", False), ("fsdp2", True)):
+        engine = start_engine(cpu=True)
+        engine.settings = engine_settings(name)
+        settings: Any = make("rl", configure("rl", untrained, data, tmp_path, lora={"rank": 2}), engine)[1]
+        assert settings.lora.kernels is recorded
+
+
+@pytest.mark.parametrize("kind", OWN)
 @pytest.mark.filterwarnings("ignore:recorded span")
 def test_runs_go_on_from_records_with_other_values(
     kind: str, untrained: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -141,7 +188,7 @@ def test_runs_go_on_from_records_with_other_values(
         with monkeypatch.context() as changed:
             if gpu:
                 changed.setattr(Where, "takes", lambda self, name: True)
-            changes = {"optim": {"steps": steps, "lr": 1e-4}, "lora": {"kernels": bool(switch)}} | asked(kind, switch)
+            changes = {"optim": {"steps": steps, "lr": 1e-4}, "lora": {"kernels": switch}} | asked(kind, switch)
             run(kind, configure(kind, untrained, data, tmp_path, **changes))
         record = json.loads((tmp_path / f"checkpoints/step-{steps:06d}/run.json").read_text())["settings"]
         assert record["model"]["fused_layers"] is (gpu or switch is True)

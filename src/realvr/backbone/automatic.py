@@ -2,7 +2,13 @@
 
 On an NVIDIA GPU they were compared with the plain path for dense models that one GPU holds whole, gradients included:
 there they are on. A mixture of experts sends a token that is rounded differently to other experts, an engine that cuts
-the model up gathers weights in hooks, and on a CPU results stay as they are to the bit: there they are off.
+the model up gathers weights in hooks, and on a CPU results stay as they are to the bit: there they are off. Kernels for
+adapters were compared with the model cut up too.
+
+Recorded steps have their own ``auto`` (`realvr.latent.modes`). Kernels of our own for one column (`decode_kernels`) are
+part of them, with experts too: no step of one column is rounded as the replay of a whole text is, and with the kernel
+for attention, which rounds once, log-probabilities are nearer to the replay's than with operations of torch
+(docs/training.md). The kernels for norms and rotary embeddings come with fused layers, which are decided here.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ TITLES = {
     "variable_length": "variable-length attention",
     "split_attention": "split attention",
     "recorded_span": "recorded span",
+    "kernels": "adapter kernels",
 }
 """Settings that may be ``auto``, and what a run calls them."""
 
@@ -41,6 +48,8 @@ class Where:
     """On one device, and nothing of it elsewhere. Several processes with a model each are as many such places."""
     packs: bool = True
     """Whether packed rows can be attended example by example in one kernel: torch has it, and no image needs a mask."""
+    bfloat16: bool = True
+    """The format of the model."""
 
     @classmethod
     def of(cls, backbone: Backbone) -> Where:
@@ -57,13 +66,17 @@ class Where:
             dense=not any(".experts." in name for name, _ in backbone.decoder.named_parameters()),
             whole=backbone.whole and len(backbone.devices) == 1,
             packs=has_varlen(query) and not backbone.two_way_images,
+            bfloat16=backbone.dtype == torch.bfloat16,
         )
 
     def takes(self, name: str) -> bool:
         """Whether the fast path of this setting is on here by itself."""
-        proven = self.cuda and self.dense and self.whole
-        needed = {"split_attention": self.flash, "variable_length": self.flash and self.packs}
-        return proven and needed.get(name, True)
+        needed = {
+            "kernels": self.bfloat16,
+            "split_attention": self.whole and self.flash,
+            "variable_length": self.whole and self.flash and self.packs,
+        }
+        return self.cuda and self.dense and needed.get(name, self.whole)
 
     def settle(self, name: str, switch: Switch) -> bool:
         """The value of a setting: its own, or what ``auto`` stands for here."""

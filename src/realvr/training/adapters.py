@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from realvr.backbone.automatic import is_on
 from realvr.backbone.backbone import Backbone
 from realvr.backbone.notices import notice_once
 from realvr.errors import UserError, require
 from realvr.families import Stock
 from realvr.training.marker_rows import fold_marker_rows, train_marker_rows
-from realvr.training.sections import LoraSettings
+from realvr.training.sections import LoraSettings, settled
 
 
 class Adapters:
@@ -47,7 +48,8 @@ class Adapters:
         # peft replaces the layers in place: the backbone keeps its model object and its call paths.
         self.peft = get_peft_model(backbone.model, thin(config))
         nvidia = backbone.device.type == "cuda" and torch.version.hip is None
-        if settings.kernels and nvidia and backbone.dtype == torch.bfloat16:
+        wanted = is_on(settled(settings, backbone).kernels)
+        if wanted and nvidia and backbone.dtype == torch.bfloat16:
             self.use_kernels(backbone.device)
         if markers:
             train_marker_rows(backbone)

@@ -31,12 +31,13 @@ from realvr.maths import objective
 from realvr.registry import Registry, place_of
 from realvr.runs.hashes import digests
 from realvr.training.dropping import Draws
+from realvr.training.engine import Engine
 from realvr.training.examples import share_of_batch
 from realvr.training.lanes import same_on_all
 from realvr.training.metrics import odd_metric, on_device
 from realvr.training.records import About, Metric, about
 from realvr.training.sections import MethodConfig, settled, switched_on
-from realvr.training.settings import StageSettings
+from realvr.training.settings import RlSettings, SftSettings, StageSettings
 from realvr.training.sources import TrainingData, training_data
 from realvr.training.task import Collected, Metrics, Ranks
 
@@ -273,11 +274,20 @@ def build(settings: StageSettings, ranks: Ranks, dry: bool = False) -> Method[An
     backbone = load_backbone(settings, ranks)
     settings.method = settled(own, backbone, ("recorded_span",) if _drops(settings) else ())
     chosen = [*switched_on(asked, settings.model), *switched_on(own, settings.method)]
+    if isinstance(settings, SftSettings | RlSettings):
+        lora = settings.lora
+        settings.lora = settled(lora, backbone, ("kernels",) if _gathers_layers(ranks) else ())
+        chosen += switched_on(lora, settings.lora)
     if chosen and ranks.rank == 0:
         print(announcement(chosen), file=sys.stderr, flush=True)
     made = method(backbone, settings.method)
     made.begin(Run(settings, ranks, data, dry))
     return made
+
+
+def _gathers_layers(ranks: Ranks) -> bool:
+    """Whether the engine gathers the parts of an adapted layer in hooks of their own, which kernels go past."""
+    return isinstance(ranks, Engine) and ranks.settings.type == "zero3"
 
 
 def _drops(settings: StageSettings) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, field_validator, model_validator
+from typing_extensions import override
 
 from realvr.backbone.automatic import TITLES, Switch, Where
 from realvr.errors import UserError
@@ -237,9 +238,14 @@ class LoraSettings(Section):
     """Dropout on the adapters' input."""
     targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     """Names of the linear layers of the language model that get an adapter."""
-    kernels: bool = True
+    kernels: Automatic = "auto"
     """On an NVIDIA GPU, in bfloat16: compute layers and their adapters by kernels of our own. The same numbers up to
-    rounding, which is checked on the device before training."""
+    rounding, which is checked on the device before training. ``auto``: there, unless the model is a mixture of
+    experts."""
+
+    @override
+    def without_use(self) -> tuple[str, ...]:
+        return () if self.rank else ("kernels",)
 
 
 VALIDATION_METRICS: dict[str, Literal["higher", "lower"]] = {
