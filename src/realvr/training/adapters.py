@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,7 +47,9 @@ class Adapters:
         alpha: Any = settings.alpha  # peft declares an int and takes any number
         config = LoraConfig(r=self.rank, lora_alpha=alpha, lora_dropout=settings.dropout, target_modules=names)
         # peft replaces the layers in place: the backbone keeps its model object and its call paths.
-        self.peft = get_peft_model(backbone.model, thin(config))
+        with warnings.catch_warnings():  # peft asks transformers by a name that is on its way out
+            warnings.filterwarnings("ignore", r"`is_gradient_checkpointing` is deprecated", FutureWarning)
+            self.peft = get_peft_model(backbone.model, thin(config))
         nvidia = backbone.device.type == "cuda" and torch.version.hip is None
         wanted = is_on(settled(settings, backbone).kernels)
         if wanted and nvidia and backbone.dtype == torch.bfloat16:
