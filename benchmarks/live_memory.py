@@ -1,5 +1,6 @@
-"""Bytes of tensors that are alive while code runs on the CPU, by watching every operation: what a GPU's allocator would
-report, but for what kernels need inside. The operations are counted, too: on a GPU each is a launch or a few."""
+"""Bytes of tensors that are alive while code runs on the CPU, found by watching every operation: what a GPU's allocator
+would report, except for what kernels need internally. Operations are counted too: on a GPU each is one or a few
+launches."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@
 
 Builds a paper backbone with random weights, measures this machine's ceilings (bfloat16 product, copy), then section by
 section: the names of docs/speed.md as ``{name: {"value": …, "inputs": {…}}}``, written after every measurement. Medians
-of at least five warm runs, each waited for; no profiler; what was measured once says so. `speed_baseline.py` says what
-the baseline is.
+of at least five warm runs, each waited for; no profiler; values measured only once say so. `speed_baseline.py` says
+what the baseline is.
 
 Which are measured: all sections; with --resume those of which the file lacks a name; with --only exactly those that are
 named, whether the file has them or not. A file that is there is kept and added to. It must be of the same machine,
@@ -23,8 +23,8 @@ ratio of two runs has a note.
 What fits: whole steps begin with microbatches of 4, with LoRA of all prompts, and go down where memory runs out
 (--microbatch 8 begins with 8; --lora-microbatch does the same for LoRA). The train part tries `cached` with all prompts
 first, or with --microbatch at most so many, and nothing slower once that fits. What `realvr plan` estimates at over 1.1
-times the memory of the GPU is not tried: a section of which nothing is left is skipped with one line, and its names
-have that reason for a value. A section that fails is recorded under ``failures``, the others go on, and the exit code
+times the memory of the GPU is not tried. A section with nothing left to try is skipped with one line, and its names get
+that reason as their value. A section that fails is recorded under ``failures``, the others still run, and the exit code
 is 1. Nothing new is begun after --minutes: no section, model, try, warm-up or repeat.
 """
 

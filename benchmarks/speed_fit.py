@@ -1,6 +1,7 @@
-"""What clearly does not fit on the GPU, by the estimate of `realvr plan`: `speed.py` leaves it out, as a try is long.
+"""What `speed.py` leaves out: tries that clearly do not fit on the GPU, by the estimate of `realvr plan`. A try takes
+long.
 
-Nothing is left out where the GPU or the shape of the model is not known: on a CPU, and of small models.
+Nothing is left out if the GPU or the shape of the model is not known, as on a CPU or with small models.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ logarithms, with the root mean square of what it leaves; ``last`` is the slope b
 fixed costs matter least. ``above_gib`` is the peak without what was held before the pass, which is the weights.
 Attention's own term is quadratic in the visual tokens; nothing should grow faster.
 
-On a CPU there is no allocator to ask: one more run of each point counts the bytes of tensors that are alive, operations
-that are no mere views, and floating-point operations. These say how the code grows on any device. ``--preset narrow``
-is made for that: a narrow model with prompts of real length.
+On a CPU there is no allocator to ask. Instead one more run of each point counts the bytes of live tensors, operations
+other than views, and floating-point operations. These show how the code grows on any device. ``--preset narrow`` is
+made for that: a narrow model with prompts of real length.
 
 The point that all series share is measured once, and every point is written as soon as it is known.
 """

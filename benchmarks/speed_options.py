@@ -1,7 +1,7 @@
-"""Fast paths of the package that `speed.py --options` switches on and off, so that the share of each can be seen.
+"""Fast paths of the package that `speed.py --options` switches on and off, to show what each contributes.
 
 A set is ``plain`` (all off), ``default`` (as the package has them) or ``fast`` (all on), with changes behind a colon:
-``fast:decode=static,gradients=autograd``. What is ``auto`` is settled as soon as there is a model.
+``fast:decode=static,gradients=autograd``. Options that are ``auto`` are decided once the model is loaded.
 """
 
 from __future__ import annotations

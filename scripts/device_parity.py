@@ -2,8 +2,8 @@
 
 For each family a tiny random checkpoint is built. The reference is a stock model with eager attention on the CPU in
 float32, without a cache (`tests/reference.py`). The adapter runs on the device in float32 and in bfloat16. For bfloat16
-the table also gives the distance of the *stock* bfloat16 model on the same device from the reference: nobody can be
-closer than that by more than luck, so it is the yardstick.
+the table also gives the distance of the *stock* bfloat16 model on the same device from the reference. Only luck gets
+closer than that, so it is the yardstick.
 
     python scripts/device_parity.py                 # the GPU where there is one
     python scripts/device_parity.py --device cpu --families gemma3
@@ -16,12 +16,12 @@ may blow up the rounding of one prompt, stock's as well as ours. float32: 1e-5 f
 log-probabilities, 1e-6 for attention rows. bfloat16: three times the yardstick, or the floor in ``CHECKS`` where the
 yardstick is smaller.
 
-Fast paths (`parity_paths.py`) are held against the plain path, gradients included: decoding in static shapes and as
-CUDA graphs, rollouts of several prompts, deferred weight gradients, adapters, attention inside packed
-examples, the padded vision tower, fused layers, split attention of replays and latent steps, recorded spans; and all
-of them together, as they are on by default. Texts must be the same in float32. Notices say where a path does not apply.
-It is an error too if steps that should be recorded were not, or on a GPU if a kernel of our own was never launched, or
-was left out.
+Fast paths (`parity_paths.py`) are compared with the plain path, gradients included: decoding in static shapes and as
+CUDA graphs, rollouts of several prompts, deferred weight gradients, adapters, attention inside packed examples, the
+padded vision tower, fused layers, split attention of replays and latent steps, recorded spans; and all of them
+together, as they are on by default. Texts must be the same in float32. Notices say where a path does not apply. It is
+also an error if steps that should have been recorded were not, or, on a GPU, if one of our own kernels was never
+launched or was left out.
 """
 
 from __future__ import annotations

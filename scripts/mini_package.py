@@ -2,9 +2,8 @@
 
     python scripts/mini_package.py runs/mini/sft/final src/realvr/models/mini --latents 8 --about stage-1.md
 
-``--about`` is Markdown with front matter (``base_model``), on data, recipe, seed and commit; how to use the model, hash
-and accuracy are added here, the latter measured on the
-packaged (rounded) weights with `mini_accuracy`.
+``--about`` is Markdown with front matter (``base_model``) about data, recipe, seed and commit. Usage, hash and accuracy
+are added here; the accuracy is measured on the packaged (rounded) weights with `mini_accuracy`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Static and recorded decoding with adapters, and with rows that move to smaller buffers, for `device_parity.py`."""
+"""Static and recorded decoding with adapters, and rows that move to smaller buffers: checks of `device_parity.py`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """What ``auto`` means for fast paths that change numbers by rounding. This is the only place that decides it.
 
-On an NVIDIA GPU they were compared with the plain path for dense models that one GPU holds whole, gradients included:
-there they are on. A mixture of experts sends a token that is rounded differently to other experts, an engine that cuts
-the model up gathers weights in hooks, and on a CPU results stay as they are to the bit: there they are off. Kernels for
-adapters were compared with the model cut up too.
+They are on where they were compared with the plain path, gradients included: on an NVIDIA GPU, for dense models that
+one GPU holds whole. They are off for mixtures of experts, which send a token that is rounded differently to other
+experts; under engines that cut the model up and gather weights in hooks; and on a CPU, where results stay the same to
+the bit. Kernels for adapters were compared with the model cut up too.
 
 Recorded steps have their own ``auto`` (`realvr.latent.modes`). Kernels of our own for one column (`decode_kernels`) are
 part of them, with experts too: no step of one column is rounded as the replay of a whole text is, and with the kernel

@@ -1,14 +1,14 @@
 """Kernels of our own for one column per sequence, in Triton: attention over static keys and values, rotary embedding,
 RMSNorm.
 
-A step that is recorded (`small_kernels.recorded`) waits for its smallest kernels. Attention of such a step is a dozen
-operations of torch per layer; here it is two. The first cuts the columns of trunk and branches into pieces and leaves
-each piece's softmax unnormalised; the second merges the pieces. New keys and values are taken from where they were
+A recorded step (`small_kernels.recorded`) has to wait for its many small kernels. Attention of such a step is eleven
+operations of torch per layer; here it is two kernels. The first cuts the columns of trunk and branches into pieces and
+leaves each piece's softmax unnormalised; the second merges the pieces. New keys and values are read where they were
 computed and written into the buffers on the way.
 
-Triton comes with torch for CUDA. Where it is missing or does not compile, operations of torch are used, with a notice;
-likewise where a kernel does not compute what it should: each is compared with its definition before it is first used
-for a shape on a device (`kernel_checks`).
+Triton comes with torch for CUDA. Where it is missing or does not compile, a notice is printed and torch's operations
+are used. The same happens if a kernel is wrong: each is compared with its definition before its first use for a shape
+on a device (`kernel_checks`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Decoder layers and vision towers in fewer kernels: RMSNorms (`fused_norms`), rotary embeddings and MLP gates.
 
 Only the ``forward`` of modules is set, on the instance: parameters, their names, classes and hooks stay, and `restore`
-takes it away. Projections are called as modules, so that adapters, deferred gradients and engines see what they saw.
-What the forward passes here stand for is what transformers has for these classes from 5.17 on; a class whose own
-forward has come to use anything else keeps it, with a notice.
+takes it away. Projections are called as modules, so adapters, deferred gradients and engines work as before. The
+forward passes here compute what those of transformers 5.17 and later compute. A class whose own forward now uses
+anything else keeps it, and a notice is printed.
 """
 
 from __future__ import annotations

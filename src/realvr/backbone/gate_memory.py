@@ -1,8 +1,9 @@
 """A gated MLP that keeps x and y for its backward pass, and not ``act(x) * y`` as well.
 
-The gate keeps its two inputs, and the layer behind it keeps its own input, their product, for the gradient of its
-weight: three tensors as wide as the MLP, most of what a decoder layer keeps. The product is made again from the two,
-bit for bit, when that gradient is computed. The layer itself is called as it is: plain, deferred, adapted or in shards.
+Stock code keeps three tensors as wide as the MLP, most of what a decoder layer keeps: the two inputs of the gate, and
+their product, which the next layer needs for the gradient of its weight. Here the product is computed again from the
+two inputs, bit for bit, when that gradient is computed. The layer itself is called unchanged, whether it is plain,
+deferred, adapted or sharded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Notices that a process gives once, however often there is a reason for them."""
+"""Notices that a process prints once, however often their reason occurs."""
 
 from __future__ import annotations
 

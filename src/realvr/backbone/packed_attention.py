@@ -1,8 +1,8 @@
 """Attention inside each example of packed rows: as many causal sequences, without a mask over the whole row.
 
 The mask of a packed row has (T x T) entries, most of them False, and keeps attention from its causal kernel. The
-examples of a row are independent causal sequences: on a GPU in 16 bits ``varlen_attn`` of torch takes them as they lie;
-elsewhere, or where this torch has no such function, those of similar length run as one batch of plain causal SDPA.
+examples of a row are independent causal sequences: on a GPU in 16 bits torch's ``varlen_attn`` takes them in place;
+elsewhere, or if this torch has no such function, those of similar length run as one batch of plain causal SDPA.
 """
 
 from __future__ import annotations

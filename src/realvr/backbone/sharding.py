@@ -1,7 +1,7 @@
 """One model over all GPUs of a machine, for models that none of them holds.
 
 The decoder layers lie on one GPU after the other; vision and embeddings are on the first, the final norm and an output
-layer of its own on the last. One process runs them in turn, so that one GPU works at a time: this is for room, not for
+layer of its own on the last. One process runs them in turn, so only one GPU works at a time: this is for room, not for
 speed. Batches, hidden states, masks and what probes record are on the first GPU; each layer keeps its keys and values.
 """
 

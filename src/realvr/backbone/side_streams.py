@@ -1,8 +1,8 @@
-"""Independent products run concurrently: each has a stream of its own while a step is recorded.
+"""Independent products run concurrently: while a step is recorded, each has its own stream.
 
-Keys and values have few heads, so that their projections fill a part of the GPU and take about as long as that of the
-queries. In a CUDA graph they become branches that run at the same time. Of two large products, one begins while the
-other ends.
+Keys and values have few heads, so their projections fill only a part of the GPU, yet take about as long as that of the
+queries. In a CUDA graph they become branches that run at the same time. Of two large products, one starts while the
+other finishes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Rotary embedding and MLP gate in few kernels: a decoder layer otherwise launches more for them than for products.
 
-Each function has two ways. On a GPU it is compiled (`torch.compile`), one kernel per output or pair of outputs, also in
-the backward pass; where that fails, for want of Triton or of a C compiler, and elsewhere, it runs as few operations of
-torch. So it does for few numbers, where the host's work of calling what was compiled takes longer than the operations,
-unless the step is `recorded`. ``compiled`` forces either. Compiled, 16-bit numbers are rounded once at the end, where
-stock rounds after each operation.
+Each function has two implementations. On a GPU it is compiled (`torch.compile`): one kernel per output or pair of
+outputs, also in the backward pass. Elsewhere, and where compilation fails because Triton or a C compiler is missing, it
+runs as a few operations of torch. So it does for few numbers, where calling the compiled code costs the host more than
+the operations would, unless the step is `recorded`. ``compiled`` forces one or the other. Compiled code rounds 16-bit
+numbers once at the end; stock code rounds after each operation.
 """
 
 from __future__ import annotations

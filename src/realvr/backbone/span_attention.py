@@ -1,11 +1,11 @@
-"""Attention of a latent step in two parts, without joining keys and values: to the trunk as it lies, and to the span's
+"""Attention of a latent step in two parts, without joining keys and values: to the trunk in place, and to the span's
 own few columns.
 
 Joined keys and values belong to one step, and autograd keeps them: a span of K latents keeps K + 1 copies of its
 prompt. Here every step saves the trunk's own tensors, so that all of them share one storage. Both parts are merged as
 those of branches (`realvr.backbone.split_attention`). A step has one query in each row, or two: each runs by itself and
-sees the whole of its part of the span, so that nothing is causal. Its heads that share keys and values are rows of one
-head: these are never repeated, and neither are their gradients.
+sees the whole of its part of the span, so no causal mask is needed. Heads that share keys and values become rows of one
+head, so neither keys and values nor their gradients are repeated.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 A `StaticPass` takes the place of a :class:`realvr.backbone.attention.Pass` where one column per sequence is fed. Its
 buffers keep their shape and their address from step to step. Every index is a tensor on the device, so that the kernels
-of a step can be recorded once and replayed. Plain matrix products, on every device; where a step is recorded, a kernel
-of our own instead (`decode_kernels`).
+of a step can be recorded once and replayed. Attention is plain matrix products, on every device; in a recorded step our
+own kernel takes their place (`decode_kernels`).
 
 The trunk, which the G branches of a prompt share, and each branch's own columns are scored apart and normalised
-together. A branch never meets the columns of another, so there is no mask between them.
+together. A branch never sees the columns of another, so no mask is needed between them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Read a checkpoint one parameter at a time, for engines that keep only a part of each.
 
 transformers' own loader builds the model: on the meta device ``from_pretrained`` reads names, types and shapes, but no
-values, so that what is renamed, converted, tied, missing or left over is decided there. The values follow in the order
-of the model, each through the same conversion. Files are mapped into memory, not read: what a process holds is the
-parameter it has just been given.
+values, and so handles renamed, converted, tied, missing and left-over tensors. The values follow in the order of the
+model, each through the same conversion. Files are mapped into memory, not read: a process holds only the parameter it
+has just been given.
 """
 
 from __future__ import annotations

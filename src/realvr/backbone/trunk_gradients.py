@@ -1,9 +1,9 @@
-"""Gradients of a trunk's keys and values, multiplied out for all steps of a span together.
+"""Gradients of a trunk's keys and values, computed for all steps of a span together.
 
 Each latent step attends to the whole trunk with one query in each row. Flash attention returns gradients of all keys
 and values for each of them: as much memory as the trunk, filled by every step and added up in the format of the model.
-Here steps that go backward leave their queries and what came back for them, a few rows of each layer. The sums over all
-steps are two products of these, in 32 bits, when the span is done.
+Here the backward pass of a step stores only its queries and the gradients that belong to them, a few rows of each
+layer. When the span is done, the sums over all steps are two products of these, in 32 bits.
 
 Letters: B rows, H heads of keys and values, R queries of all steps that read the same head, T columns of the trunk.
 """

@@ -1,7 +1,7 @@
 """Decoding and latent steps in static shapes, eagerly or as CUDA graphs: the same texts as the plain path.
 
-`FastDecode` belongs to one backbone and lives as long as a run: buffers and recorded steps are used again by the next
-rollout of similar shape. Where it does not apply, the plain path runs, and a notice says why, once for each reason.
+`FastDecode` belongs to one backbone and lives as long as a run: the next rollout of similar shape uses its buffers and
+recorded steps again. Where it does not apply, the plain path runs, and each reason is printed once as a notice.
 
 Departure from the plain schedule: ``z_K`` and ``<|lvr_end|>`` enter in two steps, so that one recorded step serves the
 whole span.
@@ -65,8 +65,8 @@ class FastDecode:
     with ``or_plain`` in the plain way. ``columns`` and ``tokens`` are what lengths of prompts and completions are
     rounded up to. ``shapes`` bounds the buffers kept, and with them the recorded steps: the least recently used go
     first. The host looks at the tokens of ``every`` steps (2 where steps are recorded, otherwise 1) while ``ahead``
-    more such lots run (1, otherwise 0), so that the device does not wait for it. What is run behind the end of the
-    last completion is for nothing: a few steps, more with more of either.
+    more such lots run (1, otherwise 0), so that the device does not wait for it. Steps after the end of the last
+    completion are wasted: a few of them, and more the larger either is.
 
     ``compact``: once half of the prompts have ended, the others move to buffers of half the rows, as long as there are
     at least so many rows; 0 never moves them. A step at real size reads weights more than anything else, and a new

@@ -1,7 +1,7 @@
 """CUDA graphs of a step: its kernels are recorded once and replayed without the host's work.
 
-A recorded step uses the storage of parameters and buffers that it was recorded with. An optimizer that updates in place
-is fine; anything else shows in a `Survey`, and the step is recorded again.
+A recorded step uses the storage of the parameters and buffers that it was recorded with. An optimizer that updates in
+place is fine; any other change shows in a `Survey`, and the step is recorded again.
 """
 
 from __future__ import annotations

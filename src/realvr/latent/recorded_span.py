@@ -1,9 +1,9 @@
 """The latent span with gradient as two CUDA graphs, one forward and one backward: the numbers of `think`.
 
-K steps through all layers and back are tens of thousands of small kernels, and launching them takes several times as
-long as they do. `RecordedSpan` belongs to one backbone and records `think` itself over static tensors, once for each
+K steps through all layers and back are tens of thousands of small kernels. Launching them takes several times as long
+as running them. `RecordedSpan` belongs to one backbone and records `think` itself over static tensors, once for each
 shape: rows, columns of the trunk (rounded up), K. An autograd function ties both graphs to the outer one. Where it does
-not apply, the plain path runs, and a notice says why, once for each reason.
+not apply, the plain path runs, and each reason is printed once as a notice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory of a CUDA device that is left for static buffers and recorded steps."""
+"""How much memory of a CUDA device is left for static buffers and recorded steps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One shape of `realvr.latent.recorded_span`: static tensors, and a graph of the span forward and one backward.
 
-Weights whose gradients are deferred (`Deferred`) have none in the graph: the inputs and output gradients of all steps
-are static tensors, which are handed on after the backward graph. Other parameters are leaves of the graph.
+Weights whose gradients are deferred (`Deferred`) get none in the graph: the inputs and output gradients of all steps
+are static tensors, which are handed on after the backward graph has run. Other parameters are leaves of the graph.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Static buffers, and the two steps that run over them: one latent step of B prompts, one token of B x G completions.
 
-Both steps read and write tensors of fixed shape and address only, their counters included. A recorded step therefore
-goes on from where the last one ended when it is replayed (`realvr.latent.graphs`). Run eagerly they are the same
-functions.
+Both steps read and write only tensors of fixed shape and address, including their counters. So a recorded step that is
+replayed continues where the last one ended (`realvr.latent.graphs`). Run eagerly, they are the same functions.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Kernels of our own for adapters of bfloat16 layers, in Triton.
+"""Our own Triton kernels for adapters of bfloat16 layers.
 
 torch has no product of a 16-bit and a 32-bit matrix: for an adapter it widens the input, multiplies in 32 bits without
 matrix units, widens the output and rounds the sum. These kernels read and write every wide matrix once, in 16 bits, and
 are as exact as products in 32 bits. A sum over columns or rows is cut into parts, so that there are enough programs;
 the order of additions depends on sizes and device alone.
 
-Triton comes with torch for CUDA. Where it is missing, does not compile, or computes something else than the definition
-in float64, layers go the way of torch, with a notice (`wrong`).
+Triton comes with torch for CUDA. Where it is missing or does not compile, or if a kernel differs from its definition in
+float64, torch's operations are used and a notice is printed (`wrong`).
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Weight gradients of linear layers that one step passes through many times.
 
-In Stage 2 the prompt, the replay and K latent steps share every weight. Autograd multiplies each pass out alone (a
-latent step: one row a prompt, a product as large as the weight) and keeps their sum beside ``.grad`` until the last
-pass is done: K products and sums per weight, and a second copy of all gradients. Here a pass hands its input and the
-gradient of its output on. Those of few rows are kept and multiplied together, once; those of many are multiplied at
-once and added in place.
+In Stage 2 the prompt, the replay and K latent steps share every weight. Autograd computes one product per pass (for a
+latent step: one row a prompt, a product as large as the weight) and keeps the sum beside ``.grad`` until the last pass
+is done: K products and sums per weight, and a second copy of all gradients. Here a pass hands on its input and the
+gradient of its output. Those of few rows are kept and multiplied together, once; those of many rows are multiplied
+immediately and added in place.
 
-All passes of a graph read a weight through one node (`_Collect`). Autograd runs it after the last of them, whichever
-take part in a backward pass; there what was kept becomes the weight's gradient. That holds for checkpointed layers,
-``torch.autograd.grad`` and graphs that are retained too. `Deferral.into_grad` adds straight to ``.grad`` instead, so
-that microbatches need no second copy: for a loop that has plain parameters and calls ``loss.backward()``.
+All passes of a graph read a weight through one node (`_Collect`). Autograd runs it after the last of those that take
+part in a backward pass; there what was kept becomes the weight's gradient. This also holds for checkpointed layers,
+``torch.autograd.grad`` and retained graphs. `Deferral.into_grad` adds straight to ``.grad`` instead, so that
+microbatches need no second copy: for a loop that has plain parameters and calls ``loss.backward()``.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ Adapters of a 16-bit model have 32 bits. peft's graph keeps a 32-bit copy of the
 `low_rank` is ``result + scaling * up(down(x))``. It keeps the 16-bit input itself, which layers that read the same
 input share, and makes the copy again in the backward pass: peft's numbers, on a CPU bit for bit.
 
-`adapted` is the same with the product of the layer itself, ``base(x) + scaling * up(down(x))``, by kernels of our own
+`adapted` also computes the product of the layer itself, ``base(x) + scaling * up(down(x))``, with our own kernels
 (`realvr.training.adapter_kernels`), which make no copy at all. Sums are added up in 32 bits in another order than
-peft's, and the two parts of the input's gradient are rounded once, not each.
+peft's, and the sum of the two parts of the input's gradient is rounded once, instead of each part.
 
 Letters: N rows, I inputs, O outputs, R rank.
 """

@@ -1,4 +1,4 @@
-"""Prompts of the step that comes, encoded by threads while the model is at work on this one."""
+"""Prompts of the next step, encoded by threads while the model works on this one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish to stop after the current step."""
+"""Ctrl-C and SIGTERM: a request to stop after the current step."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""peft's linear layer with a short way through its forward pass. Needs peft; imported where adapters are made.
+"""peft's linear layer with a shorter forward pass. Needs peft; imported where adapters are made.
 
-peft's own forward asks at every call what could have been configured, looks its parts up through module attributes, and
-scales, adds and casts in three operations. A decoding step passes 7 adapted layers per decoder layer, so that this took
-most of its time. In large passes with gradient its two layers are one node, which keeps less, and on a GPU kernels of
-our own compute the layer and its adapter (`realvr.training.low_rank`). Everything else is peft's: parameters and their
-names, merging, export, ``disable_adapter``.
+At every call peft's own forward checks everything that could have been configured, looks its parts up through module
+attributes, and scales, adds and casts in three operations. A decoding step passes 7 adapted layers per decoder layer,
+so this took most of its time. In large passes with gradient the two layers of an adapter are one node, which keeps
+less, and on a GPU our own kernels compute the layer and its adapter (`realvr.training.low_rank`). Everything else is
+peft's: parameters and their names, merging, export, ``disable_adapter``.
 """
 
 from __future__ import annotations

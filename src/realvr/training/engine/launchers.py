@@ -1,7 +1,7 @@
 """What ``accelerate launch`` asks for in its configuration: refused where the engine of the run is something else.
 
-It hands its configuration over in variables. Nothing of it is taken: an engine file says how an engine works. So that
-nobody trains something else than was written down, what contradicts the engine is an error.
+``accelerate launch`` passes its configuration in environment variables. None of it is used, because an engine file says
+how an engine works. What contradicts the engine is an error, so that nobody trains something other than they wrote.
 """
 
 from __future__ import annotations

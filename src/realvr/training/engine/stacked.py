@@ -2,8 +2,8 @@
 
 A layer keeps the weights of all its experts in one tensor (experts, rows, columns). FSDP2 cuts along the first
 dimension; along another one only where the ranks divide it evenly. With more ranks than experts some would hold
-nothing. Here such a tensor has two dimensions, the rows of all experts one below the other, and any number of ranks
-shares them out. For the time of a pass the layer sees it as it was.
+nothing. Here such a tensor has two dimensions, the rows of all experts stacked, and any number of ranks can share them.
+During a pass the layer sees the tensor in its original shape.
 """
 
 from __future__ import annotations

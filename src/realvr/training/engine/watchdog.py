@@ -1,4 +1,4 @@
-"""Ends a run whose ranks wait for each other in vain, and says where each of them stood.
+"""Ends a run whose ranks wait for each other in vain, and prints where each of them was.
 
 A rank may compute for as long as it likes; the clock runs only while it waits for the others. Three things end a wait:
 
