@@ -25,6 +25,7 @@ from realvr.latent.fast import FastDecode
 from realvr.latent.group_rollout import Rollout, rollout
 from realvr.latent.recorded_span import RecordedSpan
 from realvr.latent.sampling import Sampling
+from realvr.training import gradients as deferring
 from span_cases import batch_of, exact_backbone, value
 
 # ---------------------------------------------------------------------- the comparison
@@ -170,23 +171,89 @@ def test_a_broken_span_is_refused(build_tiny: Callable[[str], Path], tmp_path: P
     assert refused >= len(SHARES) - 1  # nobody reads the first of the last two columns
 
 
-def test_a_step_that_leaves_its_keys_unwritten_is_refused(one: Backbone) -> None:
-    """What the step had written before it was recorded still lies there."""
+@pytest.mark.parametrize("split", [False, True])
+def test_what_a_span_leaves_for_later_is_compared(
+    build_tiny: Callable[[str], Path], tmp_path: Path, split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs and output gradients of deferred weights and, where steps join nothing, queries behind the trunk: each is
+    a joined tensor of all steps, and the backward pass ends with them."""
+    backbone = exact_backbone(build_tiny("qwen2.5-vl"), tmp_path / "model")
+    monkeypatch.setattr(deferring, "LEAST", 0)
+    assert deferring.defer_gradients(backbone.model) is not None
+    batch = batch_of(backbone)
+    right = gradients(backbone.model, value(backbone, batch, 2, None, split=split))
+    layers = sum(isinstance(module, deferring.DeferredLinear) for module in backbone.decoder.modules())
+    pieces = 2 * layers + split * 4 * len(backbone.decoder.layers)
+    for place in range(1, pieces + 1, 5):
 
-    def forgets(step: Callable[[], None], reset: Callable[[], None]) -> Callable[[], None]:
+        def other(calls: list[Any], place: int = place) -> None:
+            joined = [i for i, (func, *_) in enumerate(calls) if func.overloadpacket is torch.ops.aten.cat]
+            func, *rest = calls[joined[-place]]
+            calls[joined[-place]] = (_Other(func), *rest)
+
+        recorded = RecordedSpan(backbone, columns=16, record=changed(1, other))
+        with pytest.warns(UserWarning, match="differs from the step"):
+            ours = value(backbone, batch, 2, recorded, split=split)
+        assert relative(gradients(backbone.model, ours), right) <= 1e-9
+
+
+def changed(number: int, change: Callable[[list[Any]], None]) -> Callable[..., Any]:
+    """Recordings of which the ``number``-th is changed: its operations are (operator, arguments, options, result)."""
+    made: list[int] = []
+
+    def record(step: Callable[[], None], reset: Callable[[], None]) -> Callable[[], None]:
         step()
         reset()
         tape = op_tape.Tape()
         with tape:
             step()
-        writes = [i for i, (func, *_) in enumerate(tape.calls) if func.overloadpacket is torch.ops.aten.index_copy_]
-        assert writes
-        del tape.calls[writes[-1]]
+        if len(made) == number:
+            change(tape.calls)
+        made.append(1)
         return tape.replay
 
-    fast = FastDecode(one, columns=8, tokens=4, recorded=True, record=forgets)
+    return record
+
+
+def check_refused(one: Backbone, record: Callable[..., Any]) -> None:
+    fast = FastDecode(one, columns=8, tokens=4, recorded=True, record=record)
     prompts = [one.prompt(ask(0))]
     asked: dict[str, Any] = {"latents": 2, "sampling": Sampling(temperature=0.0, max_new=4, stop=None)}
     with pytest.warns(UserWarning, match="differs from the step"):
         found = rollout(one, prompts, fast=fast, **asked)
     assert texts(found) == texts(rollout(one, prompts, **asked))
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["latent step", "decoding"])
+def test_a_step_that_leaves_its_keys_unwritten_is_refused(one: Backbone, number: int) -> None:
+    """What the step had written before it was recorded still lies there, and everything else is right."""
+
+    def forget(calls: list[Any]) -> None:
+        wide = [i for i, (func, args, *_) in enumerate(calls) if _writes(func) and args[0].is_floating_point()]
+        del calls[[i for i in wide if calls[i][1][0].ndim > 3][-1]]
+
+    check_refused(one, changed(number, forget))
+
+
+def test_a_step_with_other_hidden_states_is_refused(one: Backbone) -> None:
+    """Also where keys, values and the tokens chosen are the same: the largest logit stays the largest."""
+
+    def scale(calls: list[Any]) -> None:
+        width = one.model.lm_head.weight.shape[0]
+        head = next(i for i, call in enumerate(calls) if torch.is_tensor(call[3]) and call[3].shape[-1] == width)
+        before = max(i for i in range(head) if _computes(calls[i]))
+        func, *rest = calls[before]
+        calls[before] = (_Scaled(func), *rest)
+
+    check_refused(one, changed(1, scale))
+
+
+class _Scaled(_Other):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = self.func(*args, **kwargs)
+        out.data.mul_(1.1)
+        return out
+
+
+def _writes(func: Any) -> bool:
+    return func.overloadpacket in (torch.ops.aten.index_copy_, torch.ops.aten.index_copy)
