@@ -433,6 +433,46 @@ def test_jitter_equals_stock_with_moved_positions(exact: Pair, examples: list[Sf
         assert float(loss) != pytest.approx(float(sft_step(exact.ours, WEIGHT)(plain)[0]), rel=1e-6)
 
 
+# ---------------------------------------------------------------------- what is drawn
+
+
+def with_earlier_span(pair: Pair) -> SftExample:
+    """An example with a span in an earlier reply: four gaps instead of two."""
+    markers, last = pair.ours.markers, example(pair, 0, (0, 1), 3)
+    span = torch.tensor([markers.start, markers.slot, markers.end, 7, 8])
+    ids = torch.cat([last.prompt.ids[: last.prompt_length], span, last.prompt.ids[last.prompt_length :]])
+    targets = torch.tensor([2, *last.targets.tolist()])
+    prompt = Prompt(ids, last.prompt.images)
+    return SftExample(prompt, last.prompt_length + len(span), targets, "earlier", earlier=1)
+
+
+def of_examples(micro: SftBatch, plain: SftBatch) -> list[tuple[list[int], list[int]]]:
+    """Of each example, how far its columns were moved and which of them are hidden from what."""
+    veil, shift = micro.image_visibility_RT, shifts(plain, micro)
+    veil = torch.zeros_like(micro.segment_RT) if veil is None else veil
+    own = [micro.segment_RT == number for number in range(micro.examples)]
+    return [(shift[columns].tolist(), veil[columns].tolist()) for columns in own]
+
+
+@pytest.mark.parametrize("family", ["qwen2.5-vl"], indirect=True)
+@pytest.mark.parametrize("options", [{"jitter": 9, "hidden_ratio": 0.5}, {"jitter": 9}, {"hidden_ratio": 0.5}])
+def test_gaps_and_hidden_images_do_not_depend_on_the_microbatch(
+    exact: Pair, examples: list[SftExample], options: dict[str, Any]
+) -> None:
+    """``optim.microbatch`` may change in a run: it changes nothing but rounding."""
+    rows = [[examples[0], examples[2]], [examples[3]], [with_earlier_span(exact), examples[1]], [examples[0]]]
+    found = []
+    for cut in ([rows], [rows[:1], rows[1:]], [[row] for row in rows]):
+        generator, each = torch.Generator().manual_seed(3), []
+        for part in cut:
+            micro = pack_rows(exact.ours, part, generator=generator, **options)
+            each += of_examples(micro, pack_rows(exact.ours, part))
+        found.append(each)
+    assert found[0] == found[1] == found[2]
+    assert "jitter" not in options or len({tuple(sorted({*shift})) for shift, _ in found[0]}) > 3
+    assert "hidden_ratio" not in options or {2 in veil for _, veil in found[0]} == {False, True}
+
+
 # ---------------------------------------------------------------------- hiding the image
 
 

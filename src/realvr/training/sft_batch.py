@@ -125,12 +125,10 @@ def pack_rows(
     numbers = iter(range(len(examples)))
     segment = _pad_rows([[torch.full((len(example),), next(numbers)) for example in row] for row in rows], -2)
     positions = out["positions"]
+    gaps_EG, hidden_E = _drawn(parts, jitter, hidden_ratio, generator)
     if jitter:
-        most = max(2, int(out["after"].max()))
-        gaps_EG = torch.randint(0, jitter + 1, (len(examples), most), generator=generator)
-        gap_RTG = (
-            gaps_EG[segment.clamp(min=0)] * (out["after"][..., None] > torch.arange(most)) * (segment >= 0)[..., None]
-        )
+        before = out["after"][..., None] > torch.arange(gaps_EG.shape[1])
+        gap_RTG = gaps_EG[segment.clamp(min=0)] * before * (segment >= 0)[..., None]
         shift = gap_RTG.sum(-1)
         positions = positions + (shift[..., None] if positions.ndim == 3 else shift)
     # All indices are made here, in main memory: a mask on a GPU would make the host wait for their number.
@@ -145,7 +143,7 @@ def pack_rows(
         segment_RT=segment,
         image_RT=out["image"],
         slot_RT=out["slot"],
-        image_visibility_RT=_veil(examples, segment, out, hidden_ratio, generator),
+        image_visibility_RT=_veil(examples, segment, out, hidden_E),
         images=tuple(image for example in examples for image in example.prompt.images),
         slot_source_N=sources,
         slot_example_N=torch.arange(len(examples)).repeat_interleave(torch.tensor([len(e.targets) for e in examples])),
@@ -160,6 +158,21 @@ def pack_rows(
         names=[example.name for example in examples],
         packed=Packed.build(segment) if variable_length else None,
     )
+
+
+def _drawn(
+    rows: Sequence[Sequence[dict[str, Tensor]]], jitter: int, ratio: float, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    """Gaps of each example (E, G), and whether its image is to be hidden (E,). Row by row: what a row gets does not
+    depend on the microbatch that it is in."""
+    gaps: list[Tensor] = []
+    hidden: list[Tensor] = []
+    for row in rows:
+        if jitter:
+            most = max(2, *(int(part["after"].max()) for part in row))
+            gaps += torch.randint(0, jitter + 1, (len(row), most), generator=generator).unbind()
+        hidden.append(torch.rand(len(row), generator=generator) < ratio if ratio else torch.zeros(len(row)).bool())
+    return nn.utils.rnn.pad_sequence(gaps, batch_first=True) if gaps else torch.zeros(0, 0), torch.cat(hidden)
 
 
 def _sources(examples: Sequence[SftExample]) -> tuple[Tensor, list[Tensor]]:
@@ -196,15 +209,11 @@ def _veil(
     examples: Sequence[SftExample],
     segment_RT: Tensor,
     out: dict[str, Tensor],
-    ratio: float,
-    generator: torch.Generator | None,
+    hidden_E: Tensor,
 ) -> Tensor | None:
-    """2 for text that cannot see the image, 1 for the image it cannot see, in a share of the examples whose response
-    stands behind a span."""
-    if not ratio:
-        return None
-    draws = torch.rand(len(examples), generator=generator)
-    hide_E = (draws < ratio) & torch.tensor([example.behind_span for example in examples])
+    """2 for text that cannot see the image, 1 for the image it cannot see, in those of the drawn examples whose
+    response stands behind a span."""
+    hide_E = hidden_E & torch.tensor([example.behind_span for example in examples])
     if not bool(hide_E.any()):
         return None
     # All text but <|lvr_start|>, whose state is the first latent: what text cannot see it cannot pass on.
