@@ -23,10 +23,9 @@ import torch
 from parity_span import MEMORY, TRUNKS, flat, gradients_of, grown, uneven_norms, vectors
 from torch import Tensor
 
-from realvr.backbone import Backbone, Probe, Prompt, flash_checks
+from realvr.backbone import Backbone, Probe, Prompt
 from realvr.backbone.automatic import Where
-from realvr.backbone.kernel_checks import Noise
-from realvr.latent import Sampling, prefill, score, splice, think, trajectory, trial
+from realvr.latent import Sampling, prefill, score, splice, think, trajectory
 from realvr.latent.fast import FastDecode
 from realvr.latent.group_rollout import Rollout, rollout
 from realvr.training import adapter_kernels, gradients
@@ -144,31 +143,10 @@ class Paths:
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        with warnings.catch_warnings(record=True) as caught, self._trials():
+        with warnings.catch_warnings(record=True) as caught, parity_span.trials(self):
             warnings.simplefilter("always")
             yield
         self.notes += sorted({str(each.message) for each in caught if _NOTICE.match(str(each.message))})
-
-    @contextmanager
-    def _trials(self) -> Iterator[None]:
-        """Notes how far replays were from the steps they repeat, and flash attention from its definition."""
-        gaps, gap = [], trial.gap
-
-        def seen(*made: trial.Made) -> float:
-            gaps.append(gap(*made))
-            return gaps[-1]
-
-        trial.gap = seen
-        try:
-            yield
-        finally:
-            trial.gap = gap
-        if gaps:
-            self.notes.append(f"{len(gaps)} recordings on trial: at most {max(gaps):.1e} from their steps")
-        if not (self.exact and self.device.startswith("cuda")):
-            width = self.ours.decoder.layers[0].self_attn.head_dim
-            far = flash_checks._merged_gap(Noise(torch.device(self.device)), self.dtype, width)
-            self.notes.append(f"flash attention in parts: {far:.1e} from its definition, {width} wide")
 
     # ------------------------------------------------------------------ rollouts
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 import op_tape
-from realvr.backbone import Backbone, Prompt
-from realvr.latent import score, trajectory
+from realvr.backbone import Backbone, Prompt, flash_checks
+from realvr.backbone.kernel_checks import Noise
+from realvr.latent import score, trajectory, trial
 from realvr.latent.modes import COLUMNS
 from realvr.latent.recorded_span import RecordedSpan
 from realvr.training.adapters import Adapters
@@ -261,3 +262,25 @@ def _batch(backbone: Backbone, prompts: list[Prompt]) -> RlBatch:
         wrong_BY=ones(rows, ANSWERS - 1),
         prompts_total=float(rows),
     )
+
+
+@contextmanager
+def trials(paths: Paths) -> Iterator[None]:
+    """Notes how far replays were from the steps they repeat, and flash attention from its definition."""
+    gaps, gap = [], trial.gap
+
+    def seen(*made: trial.Made) -> float:
+        gaps.append(gap(*made))
+        return gaps[-1]
+
+    trial.gap = seen
+    try:
+        yield
+    finally:
+        trial.gap = gap
+    if gaps:
+        paths.notes.append(f"{len(gaps)} recordings on trial: at most {max(gaps):.1e} from their steps")
+    if not (paths.exact and paths.device.startswith("cuda")):
+        width = paths.ours.decoder.layers[0].self_attn.head_dim
+        far = flash_checks._merged_gap(Noise(torch.device(paths.device)), paths.dtype, width)
+        paths.notes.append(f"flash attention in parts: {far:.1e} from its definition, {width} wide")
