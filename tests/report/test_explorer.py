@@ -68,6 +68,18 @@ def test_the_report_opens_with_them_and_shows_each_without_a_script(page: Path, 
                 assert line.startswith(name) and words[reply["verdict"]] in line
 
 
+def test_failures_among_the_cases_are_counted_for_each_model(page: Path, content: list[Any]) -> None:
+    """The second model is wrong on every edited picture, the first on the last case alone."""
+    failed: dict[str, int] = {}
+    for place, name in enumerate(("mini", "mini-direct")):
+        for case in content:
+            wrong = {view["replies"][place]["answer"] == view["truth"] for view in case["views"]} != {True}
+            failed[name] = failed.get(name, 0) + wrong
+    assert failed == {"mini": 1, "mini-direct": COUNT}
+    head, *rows = read(page).table("What the cases were chosen from")
+    assert {row[0]: int(row[head.index("failures among them")]) for row in rows} == failed
+
+
 def _cells(stops: list[Element]) -> list[int]:
     """Cells of drawn stops, from what is said about them: rows and columns counted from 1."""
     found = []

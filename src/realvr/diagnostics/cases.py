@@ -50,7 +50,9 @@ class CasesFile(TypedDict):
     unread: int
     """Questions whose pictures cannot be read."""
     failures: int
+    """Questions that the model, not the second one, did not answer rightly on every picture."""
     shown_failures: int
+    """Of these, how many are cases."""
     both_right: list[results.Rate]
     """Share of examined questions with every picture answered rightly: the model, then the second model if there is
     one."""
@@ -300,8 +302,8 @@ class Cases(Diagnostic[CasesSettings]):
         rows: list[list[Cell | str]] = []
         for result in results:
             found = result.summary
-            for name, right in zip(_names(result), found["both_right"], strict=True):
-                counts = (found["examined"], len(found["cases"]), found["shown_failures"])
+            for place, (name, right) in enumerate(zip(_names(result), found["both_right"], strict=True)):
+                counts = (found["examined"], len(found["cases"]), _failures(found["cases"], place))
                 rows.append([name, share(right), *(Cell(str(count), value=count) for count in counts)])
         header = ["model", "every picture right, %", "examined", "cases", "failures among them"]
         return [*panels, Table("What the cases were chosen from", header, rows)]
@@ -324,6 +326,11 @@ def case_ids(summary: Mapping[str, Any]) -> frozenset[str]:
 def both_right(replies: Sequence[Said]) -> bool:
     """Whether every picture of a question was answered rightly."""
     return all(one["verdict"] == "right" for one in replies)
+
+
+def _failures(cases: Sequence[Case], place: int) -> int:
+    """Cases of which the model at this place among the replies did not answer every picture rightly."""
+    return sum(not both_right([view["replies"][place] for view in case["views"]]) for case in cases)
 
 
 def _names(result: Shown) -> list[str]:
