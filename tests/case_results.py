@@ -77,7 +77,7 @@ def picture(board: Board, start: tuple[int, int]) -> str:
 def walk(cells: list[int], length: int = LATENTS) -> dict[str, Any]:
     """The trail as latents would walk it, the last cell repeated."""
     whole = [*cells, *[cells[-1]] * length][:length]
-    return {"cells": whole, "cosine": [round(0.99 - 0.06 * (t % 3) - 0.25 * (t == 5), 3) for t in range(length)]}
+    return {"cells": whole, "cosine": [-0.126 if t == 5 else round(0.99 - 0.06 * (t % 3), 3) for t in range(length)]}
 
 
 def letter(board: Board, cell: int) -> str:
@@ -182,6 +182,7 @@ def detail(number: int) -> dict[str, Any]:
     queries: list[int | str] = [*range(1, LATENTS + 1), "answer"]
     maps = [[query, layer, [grid()]] for query in queries for layer in (0, 1, 2, "mean")]
     utility = [float(f"{rng.uniform(-0.4, 1.5):.6g}") for _ in range(LATENTS)]
+    utility[0] = -9.53e-07 if number == 0 else utility[0]
     readout = [None, *(float(f"{rng.random() / 8:.6g}") for _ in range(LATENTS - 1))]
     matrix = [[0.1, 0.2], [None, 0.7]]
     return {"maps": maps, "utility": utility, "readout": readout, "matrix": matrix}

@@ -157,9 +157,9 @@ def test_notes_tell_noise_from_more_than_noise() -> None:
         "third": _difference("Follows", 20.0, [10.0, 30.0], "long trails"),
     }
     said = "\n".join(notes(DemoSettings(), arms, differences))
-    assert "Mini five-task mean, within noise (the 95 % interval holds 0): Deaf - Direct +0.5 [-1.0, +2.0]." in said
-    assert "Mini five-task mean, beyond the noise of these questions: Follows - Direct -4.0 [-6.0, -2.0]." in said
-    assert "Long trails, beyond the noise of these questions: Follows - Direct +20.0 [+10.0, +30.0]." in said
+    assert "Mini five-task mean, within noise (the 95 % interval holds 0): Deaf minus Direct +0.5 [-1.0, +2.0]." in said
+    assert "Mini five-task mean, beyond the noise of these questions: Follows minus Direct -4.0 [-6.0, -2.0]." in said
+    assert "Long trails, beyond the noise of these questions: Follows minus Direct +20.0 [+10.0, +30.0]." in said
     assert "Long trails, within" not in said
     assert "conversations of their own: Direct 75.4, Broken 50.0, Deaf 50.0, Follows 50.0 %." in said
     # Answers that only lose their format are no evidence of use, however many points that costs.

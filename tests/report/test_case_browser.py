@@ -173,6 +173,9 @@ def test_bars_have_the_saved_numbers_and_choose_a_latent(tab: Page) -> None:
     assert [name == "bar below" for name, _ in drawn] == [value < 0 for value in detail["utility"]]
     largest = max(range(8), key=lambda place: abs(detail["utility"][place]))
     assert max(range(8), key=lambda place: drawn[place][1]) == largest
+    small = f"{part('toy-look', '.bars tbody')}.rows[0].cells[1]"
+    assert detail["utility"][0] == -9.53e-07
+    assert tab.run(f"[{small}.textContent, {small}.title]") == ["−9.53e−7", "z1: −9.53e−7"]
     button = f"{part('toy-look', '.bars thead')}.querySelectorAll('button')[5]"
     tab.run(f"{button}.focus()")
     tab.run(f"{button}.click()")

@@ -162,6 +162,16 @@ def test_moved_latents_of_all_steps_are_one_table(tmp_path: Path) -> None:
         assert shown(tmp_path, name, [{"id": "o", "step": None, "error": "broken"}]) == [[], []]
 
 
+def test_numbers_in_words_have_the_minus_of_the_page_and_no_sign_at_zero(tmp_path: Path) -> None:
+    health: dict[str, Any] = {"id": "o", "latents": 2, "norm": [1.0, 2.0], "adjacent": [0.5], "readout": None}
+    health |= {"logp": [-7.7651, -0.5, -0.0001], "drift": None, "visual_norm": 1234.5, "error": None}
+    ((panel,), _) = shown(tmp_path, "health", [health | {"readout": [0.1, 0.2]}])
+    assert [row[1] for row in rows(panel)] == ["1.23e3", "0.000", "−7.765"]
+    moved = {"pair": "p", "latent": 9.536e-07, "latent_unrelated": -2.5e-08, "error": None}
+    ((panel,), _) = shown(tmp_path, "distances", [moved])
+    assert rows(panel) == [["mean of the latents", "9.54e−7", "−2.5e−8"]]
+
+
 @pytest.mark.slow
 def test_a_real_run_fills_every_panel(build_tiny: Any, tmp_path: Path) -> None:
     model = with_markers(build_tiny("qwen2.5-vl"), tmp_path / "model")

@@ -15,6 +15,7 @@ import pytest
 from html_tree import Element, read
 from realvr.cli import main
 from realvr.diagnostics import DIAGNOSTICS
+from realvr.widgets import significant
 from report_cases import ARMS
 
 SECTIONS = [
@@ -221,6 +222,39 @@ def test_the_paper_stands_beside_published_sets_only(tmp_path: Path) -> None:
     found = {row[1]: row[column(measured, "published set")] for row in measured[1:]}
     assert found["MMVP"] == "yes" and found["mini-blink"] == "no: drawn by the embedded world"
     assert found["HR-Bench 4K"] == "no: only 40 questions (--limit 40)"
+
+
+def test_negative_numbers_have_one_minus(tree: Element, results: Path, tmp_path: Path) -> None:
+    """Everywhere but in commands and settings, which are to be copied; also where a saved note has another one."""
+    demo = json.loads((results / "demo.json").read_text())
+    text = "One - Two -3.8 [-10.1, +2.0], mini-3 of 2026-11-20"
+    shutil.copytree(results, tmp_path / "runs")
+    (tmp_path / "runs/demo.json").write_text(json.dumps(demo | {"notes": [text], "leading": [text]}))
+    assert main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
+    noted = read(tmp_path / "out/index.html")
+    said = [one.text() for one in noted.all("p") if "One - Two" in one.text()]
+    assert said == ["One - Two −3.8 [−10.1, +2.0], mini-3 of 2026-11-20"] * 2
+    for page in (tree, noted):
+        shown = [one.text() for one in page.all() if one.tag in ("td", "th", "p", "text", "figcaption", "caption")]
+        shown += [one.attributes["aria-label"] for one in page.all("svg") if "aria-label" in one.attributes]
+        assert any("\u2212" in words for words in shown)
+        assert not [words for words in shown if re.search(r"(?<![\w-])-\.?\d|\de-\d", words)]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, "–"),
+        (0.25, "0.25"),
+        (-0.0, "0"),
+        (9.536e-07, "9.54e−7"),
+        (-2.5e-10, "−2.5e−10"),
+        (1234567.0, "1.23e6"),
+        (-12, "−12"),
+    ],
+)
+def test_significant_digits_have_one_minus_and_no_padded_exponent(value: float | None, said: str) -> None:
+    assert significant(value) == said
 
 
 def test_published_numbers_are_set_apart_and_marked(tree: Element) -> None:

@@ -42,7 +42,9 @@ def _compared(over: str, differences: Sequence[Json]) -> list[str]:
     """Comparisons over the same questions: those within noise, and those beyond it."""
     said, found = choice().notes, []
     for text, within in ((said.within, True), (said.beyond, False)):
-        listed = [f"{one['second']} - {one['first']} {_signed(one)}" for one in differences if _noise(one) == within]
+        listed = [
+            f"{one['second']} minus {one['first']} {_signed(one)}" for one in differences if _noise(one) == within
+        ]
         if listed:
             found.append(text.format(over=over[:1].upper() + over[1:], found="; ".join(listed)))
     return found

@@ -45,7 +45,7 @@ from realvr.diagnostics.numbers import mean
 from realvr.diagnostics.parts import Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.diagnostics.states import StateFiles
 from realvr.runs.journal import Record
-from realvr.widgets import DASH, Cell, Table, Widget, average
+from realvr.widgets import DASH, Cell, Table, Widget, average, number
 from realvr.widgets.browser import Facts, Panel
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ def _left_out(row: Mapping[str, Any]) -> str:
 
 
 def _said(value: float | None) -> str:
-    return "none" if value is None else f"{value:.6f}"
+    return "none" if value is None else number(value, 6)
 
 
 def _highlight(summary: OwnSummary) -> Cell:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from realvr.diagnostics.parts import Shown
-from realvr.widgets import Cell, Figures, Key, Table, Text, Widget, average, number, share
+from realvr.widgets import Cell, Figures, Key, Table, Text, Widget, average, number, share, significant
 from realvr.widgets.charts import Line, Point, lines
 
 if TYPE_CHECKING:
@@ -148,12 +148,7 @@ def _sham(result: Shown) -> str:
     sham = result.summary["sham"]
     equal, largest = sham["equal_replies"], sham["largest_margin_difference"]
     text = f"{result.name}: {equal['count']} of {equal['of']} shams gave the reply of the unmodified span"
-    return text + ("." if largest is None else f"; margins differ by at most {_small(largest)} nats.")
-
-
-def _small(value: float) -> str:
-    """Two digits that no line break divides."""
-    return f"{value:.2g}".replace("-", "\u2212")
+    return text + ("." if largest is None else f"; margins differ by at most {significant(largest, 2)} nats.")
 
 
 # ---------------------------------------------------------------------- for print

@@ -39,7 +39,7 @@ from realvr.diagnostics.model import Model
 from realvr.diagnostics.parts import DiagnosticSettings, Highlight, Needs, OwnSummary, Samples, Shown
 from realvr.errors import UserError
 from realvr.runs.journal import Record
-from realvr.widgets import DASH, Cell, Figures, Fold, Key, Table, Text, Widget, average, number
+from realvr.widgets import DASH, Cell, Figures, Fold, Key, Table, Text, Widget, average, number, significant
 from realvr.widgets.browser import Bars, Facts, Panel, Series
 from realvr.widgets.charts import Line, Point, lines
 
@@ -189,9 +189,9 @@ class HealthTest(Diagnostic[HealthSettings]):
             cosines = record["drift"]["cosine"]
             padded = [*cosines, *[None] * (record["latents"] - len(cosines))]
             series.append(Series("drift", padded, "cosine", "Cosine to the latent of the second model."))
-        facts = [["mean norm of the visual tokens", DASH if (v := record["visual_norm"]) is None else f"{v:.3g}"]]
-        facts += [["log p of the right answer, own latents", f"{record['logp'][-1]:.3f}"]]
-        facts += [["with the mean latents", f"{record['logp'][0]:.3f}"]]
+        facts = [["mean norm of the visual tokens", significant(record["visual_norm"])]]
+        facts += [["log p of the right answer, own latents", number(record["logp"][-1], 3)]]
+        facts += [["with the mean latents", number(record["logp"][0], 3)]]
         return Panel([Bars(series), Facts(facts)])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from realvr.answers import equal
 from realvr.answers.text import LETTERS
 from realvr.runs.journal import Record
-from realvr.widgets import DASH, number
+from realvr.widgets import number, significant
 from realvr.widgets.browser import Bars, Facts, Panel, Part, Series, View, short
 
 RECIPIENTS: dict[str, View] = {"edited-to-original": "original", "original-to-edited": "edited"}
@@ -81,15 +81,11 @@ def distances_panel(record: Record) -> Panel | None:
 def _distances(record: Record) -> list[Part]:
     names = {"latent": "mean of the latents", "per_slot": "slot by slot", "final": "state before the answer"}
     rows = [
-        [words, _small(record[name]), _small(record.get(f"{name}_unrelated"))]
+        [words, significant(record[name]), significant(record.get(f"{name}_unrelated"))]
         for name, words in names.items()
         if record.get(name) is not None
     ]
     return [Facts(rows, ("cosine distance to", "the edited picture", "an unrelated one"))] if rows else []
-
-
-def _small(value: float | None) -> str:
-    return DASH if value is None else f"{value:.3g}"
 
 
 def exchange_panel(records: Sequence[Record]) -> Panel | None:
@@ -175,7 +171,7 @@ def _alphas(found: Mapping[str, Any], alphas: Sequence[float], choices: Sequence
     curves += [
         (f"random direction {n}" if n > 1 else "random direction", one) for n, one in enumerate(found["random"], 1)
     ]
-    labels = [f"α = {alpha:g}" for alpha in alphas]
+    labels = [f"α = {significant(alpha, 6)}" for alpha in alphas]
     series = [
         Series(
             name, [short(value - curve["margin"][0]) for value in curve["margin"]], "nats", "margin shift from α = 0"

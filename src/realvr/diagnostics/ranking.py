@@ -43,7 +43,7 @@ from realvr.diagnostics.parts import DiagnosticSettings, Highlight, Needs, OwnSu
 from realvr.diagnostics.ranking_summary import ORDERS, RANKED, Summary, summarise_ranking
 from realvr.diagnostics.replacements import Replacement
 from realvr.runs.journal import Record
-from realvr.widgets import DASH, Cell, Figures, Fold, Key, Table, Widget, average, interval, number, share
+from realvr.widgets import DASH, Cell, Figures, Fold, Key, Table, Widget, average, interval, number, share, significant
 from realvr.widgets.browser import Bars, Panel, Series
 from realvr.widgets.charts import Line, Point, lines
 
@@ -301,7 +301,7 @@ def _figures(result: Shown) -> Figures:
         for place, (words, values) in enumerate(names.values()):
             points = [Point(k, one["mean"], one["low"], one["high"]) for k, one in enumerate(values, first)]
             series.append(Line(words, points, place))
-            spoken.append(f"{words} " + ", ".join(f"{p.x:g}: {p.y:.3g}" for p in points))
+            spoken.append(f"{words} " + ", ".join(f"{p.x:g}: {significant(p.y)}" for p in points))
         return lines(series, f"{result.name}, {y} by {x}: {'; '.join(spoken)}.", x, y, include=(0.0,))
 
     losses = {name: (_NAMES[name], found["losses"][name]) for name in ORDERS}

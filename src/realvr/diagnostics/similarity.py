@@ -54,7 +54,7 @@ from realvr.diagnostics.readout import group_of
 from realvr.diagnostics.similarity_states import normalised, tasks
 from realvr.diagnostics.states import StateFiles
 from realvr.runs.journal import Record
-from realvr.widgets import Cell, Table, Text, Widget, average
+from realvr.widgets import Cell, Table, Text, Widget, average, number
 from realvr.widgets.browser import Facts, Matrix, Panel
 
 if TYPE_CHECKING:
@@ -246,9 +246,9 @@ class Similarity(Diagnostic[SimilaritySettings]):
     def panel(self, record: Record) -> Panel | None:
         if record["error"] is not None or record["off_diagonal"] is None:
             return None
-        facts = [[words, f"{record[name]:.4f}"] for name, words in WITHIN.items() if name != "adjacent"]
+        facts = [[words, number(record[name], 4)] for name, words in WITHIN.items() if name != "adjacent"]
         facts += [
-            [f"adjacent, {KINDS[kind]}", f"{value:.4f}"]
+            [f"adjacent, {KINDS[kind]}", number(value, 4)]
             for kind, value in record["adjacent"].items()
             if value is not None
         ]

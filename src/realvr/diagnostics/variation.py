@@ -39,7 +39,7 @@ from realvr.evaluation.statistics import interval
 from realvr.maths.pairs import OtherGroups
 from realvr.maths.variation import gaps, unit, within
 from realvr.runs.journal import Record
-from realvr.widgets import Cell, Table, Text, Widget, average
+from realvr.widgets import Cell, Table, Text, Widget, average, number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -172,7 +172,7 @@ class Variation(Diagnostic[VariationSettings]):
             for name, words in PARTS.items():
                 found = one.summary[name]
                 cells = [average(found[key], 4, False) for key in ("all", "pooled", "gap")]
-                chance = Cell("–" if found["chance"] is None else f"{found['chance']:.4f}", value=found["chance"])
+                chance = Cell(number(found["chance"], 4), value=found["chance"])
                 top = "–" if found["top"] is None else str(found["top"])
                 rows.append([one.name, words, str(found["count"]), *cells, chance, top])
         header = ["arm", "variation", "n", "mean over positions", "of the mean latent", "top-token gap", "chance gap"]

@@ -36,6 +36,7 @@ from realvr.widgets import (
     Table,
     Text,
     interval,
+    minus,
     missing,
     number,
 )
@@ -45,8 +46,8 @@ from realvr.widgets.charts import Bar, forest
 def overview(results: Results, baseline: Arm | None) -> Section:
     """The headline comparison."""
     section = Section("overview", "Overview")
-    section.widgets += [Text(text) for text in (*results.leading, *_what_this_is(results))]
-    section.widgets += [Text(note, "warning") for note in results.notes]
+    section.widgets += [Text(text) for text in (*map(minus, results.leading), *_what_this_is(results))]
+    section.widgets += [Text(minus(note), "warning") for note in results.notes]
     under = (f" under {results.policy}", f" --policy {results.policy}") if results.policy else ("", "")
     for folder in results.unfinished:
         section.widgets.append(
@@ -207,7 +208,7 @@ def _against(arms: Sequence[Arm], baseline: Arm) -> Table | None:
     )
     caption = f"Difference from {baseline.name}, percentage points"
     heading = _mean_heading(arms) if _five(arms) else []
-    return Table(caption, ["arm", *map(title, names), *heading], rows, note) if rows else None
+    return Table(caption, ["arm", *map(title, names), *heading], rows, note if heading else "") if rows else None
 
 
 def _five(arms: Sequence[Arm]) -> bool:

@@ -27,6 +27,7 @@ from realvr.widgets import (
     interval,
     missing,
     number,
+    significant,
 )
 from realvr.widgets.charts import Bar, Line, Point, forest, lines
 
@@ -87,7 +88,7 @@ def difference_cell(entry: Found | None, p: bool = False) -> Cell:
         return Cell(number(found["mean"], sign=True), below, value=found["mean"])
     below = interval(entry["difference_ci"], sign=True)
     if p and entry.get("p") is not None:
-        below += f"\np = {entry['p']:.2g}"
+        below += f"\np = {significant(entry['p'], 2)}"
     few = "common" in entry and entry["common"] < FEW_QUESTIONS
     return Cell(number(entry.get("gain", found), sign=True), below, few, found)
 

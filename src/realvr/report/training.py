@@ -8,7 +8,7 @@ from typing import Any
 from realvr.report.results import Arm, Results
 from realvr.report.scores import last_tenth
 from realvr.training.records import STAGES, Metric, Step, TrainingRun, number_of
-from realvr.widgets import Cell, Figures, Fold, Key, Section, Table, Text, missing, number
+from realvr.widgets import Cell, Figures, Fold, Key, Section, Table, Text, missing, number, significant
 from realvr.widgets.charts import Line, Point, lines
 
 MOST_POINTS = 100
@@ -55,7 +55,7 @@ def _stage(title: str, id: str, runs: Sequence[Run]) -> list[Any]:
             if points:
                 widest = max(widest, width)
                 series.append(Line(arm.name, points, arm.number, arm=arm.number))
-                spoken.append(f"{arm.name} from {_short(points[0].y)} to {_short(points[-1].y)}")
+                spoken.append(f"{arm.name} from {significant(points[0].y)} to {significant(points[-1].y)}")
         if series:
             alt = f"{metric['title']} over training steps: {'; '.join(spoken)}."
             (first if metric.get("first") else more).append((metric["title"], lines(series, alt, "step", "")))
@@ -94,7 +94,3 @@ def _last(title: str, runs: Sequence[Run]) -> Table:
         rows.append([arm.name, run.about["method"], done, number(minutes), f"{skipped:.0f}", *cells])
     header = ["arm", "method", "steps", "minutes", "skipped steps", *(metric["title"] for metric in shown)]
     return Table(f"{title}: mean of the last tenth of the steps", header, rows, "One run each: no interval.")
-
-
-def _short(value: float) -> str:
-    return f"{value:.3g}"

@@ -5,6 +5,7 @@ of realvr is imported."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,6 +16,9 @@ from realvr.widgets.charts import swatch
 from realvr.widgets.explorer import Explorer
 
 DASH = "–"
+MINUS = "\u2212"
+_HYPHENS = re.compile(r"(?<![\w.\u2212-])-(?=\.?\d)|(?<=\d[eE])-(?=\d)")
+"""Minus signs of numbers in a text; not the hyphens of words and dates, and no ranges."""
 FEW_QUESTIONS = 100
 FEW_PAIRS = 30
 
@@ -154,7 +158,19 @@ def number(value: float | None, digits: int = 1, sign: bool = False) -> str:
         return DASH
     rounded = round(value, digits) + 0.0
     text = f"{rounded:+.{digits}f}" if sign and rounded else f"{rounded:.{digits}f}"
-    return text.replace("-", "\u2212")
+    return text.replace("-", MINUS)
+
+
+def significant(value: float | None, digits: int = 3) -> str:
+    """So many significant digits, large and small numbers with an exponent: ``0.25``, ``9.54e−7``."""
+    if value is None:
+        return DASH
+    return re.sub(r"e([+-])0*(?=\d)", r"e\1", f"{value + 0.0:.{digits}g}").replace("e+", "e").replace("-", MINUS)
+
+
+def minus(text: str) -> str:
+    """A text whose numbers have the minus of `number`; its other hyphens stay."""
+    return _HYPHENS.sub(MINUS, text)
 
 
 def interval(pair: Sequence[float | None] | None, digits: int = 1, sign: bool = False) -> str:

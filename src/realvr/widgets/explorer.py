@@ -255,7 +255,7 @@ def _stop(
         f'height="{_text(2 * badge)}" rx="{_text(badge)}"></rect>'
     )
     parts.append(f'<text x="{_text(bx)}" y="{_text(by)}" style="font-size: {_text(1.25 * badge)}px;">{label}</text>')
-    spoken = escape(f"{_name(one)} {_place(one['cell'], grid)}, cosine {_text(one['cosine'], 2)}", quote=True)
+    spoken = escape(f"{_name(one)} {_place(one['cell'], grid)}, cosine {_signed(one['cosine'])}", quote=True)
     return (
         f'<g class="stop own" data-step="{one["first"]}" data-last="{one["last"]}" aria-label="{spoken}" '
         f'opacity="{opacity}" style="--step:{one["first"]}"><title>{spoken}</title>{"".join(parts)}</g>'
@@ -265,6 +265,11 @@ def _stop(
 def _text(value: float, digits: int = 1) -> str:
     """Rounded, halves up as the script does: the same marks from both."""
     return f"{math.floor(value * 10**digits + 0.5) / 10**digits:.{digits}f}"
+
+
+def _signed(cosine: float) -> str:
+    """With the minus of a page."""
+    return _text(cosine, 2).replace("-", "\u2212")
 
 
 def _name(one: dict[str, Any]) -> str:

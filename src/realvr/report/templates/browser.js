@@ -31,8 +31,11 @@ const caseBrowser = (function () {
   function number(value) {
     if (value === null) return "none";
     const text = value !== 0 && (Math.abs(value) < 0.001 || Math.abs(value) >= 1e5) ? value.toExponential(2) : String(Number(value.toPrecision(3)));
-    return text.replace("-", "−");
+    return signed(text);
   }
+  // Every digit that was saved, with the minus of the page.
+  function exact(value) { return value === null ? "none" : signed(String(value)); }
+  function signed(text) { return text.replace(/-/g, "−").replace("e+", "e"); }
   function unitOf(part) { return part.unit ? ", " + part.unit : ""; }
   function queryName(query) { return typeof query === "number" ? "z" + query : query; }
   function layerName(layer) { return typeof layer === "number" ? "layer " + layer : layer; }
@@ -72,7 +75,7 @@ const caseBrowser = (function () {
         if (value === null) return;
         const cell = draw("rect", { x: x * wide, y: y * tall, width: wide + 0.4, height: tall + 0.4, fill: color(shareOf(value, scale)), "data-value": value });
         cell.append(draw("title", { text: "row " + (y + 1) + ", column " + (x + 1) + ": " + number(value) }));
-        if (tell) cell.addEventListener("mouseenter", function () { tell("Row " + (y + 1) + ", column " + (x + 1) + ": " + value); });
+        if (tell) cell.addEventListener("mouseenter", function () { tell("Row " + (y + 1) + ", column " + (x + 1) + ": " + exact(value)); });
         svg.append(cell);
       });
     });
@@ -100,7 +103,7 @@ const caseBrowser = (function () {
       const range = ranges[series.unit], span = range.high - range.low || 1, zero = 100 * -range.low / span;
       const name = make("th", { scope: "row", title: series.about || null }, [make("span", { text: series.name }), make("small", { text: series.unit })]);
       return make("tr", {}, [name].concat(series.values.map(function (value, index) {
-        const cell = make("td", { "data-value": value === null ? "none" : value, class: latents && chosen === index + 1 ? "chosen" : null, title: labels[index] + ": " + (value === null ? "none" : value) });
+        const cell = make("td", { "data-value": value === null ? "none" : value, class: latents && chosen === index + 1 ? "chosen" : null, title: labels[index] + ": " + exact(value) });
         if (latents) cell.addEventListener("click", function () { choose(index + 1); });
         const plot = make("span", { class: "plot", "aria-hidden": "true" });
         if (value !== null) {
@@ -133,7 +136,7 @@ const caseBrowser = (function () {
       row.forEach(function (value, x) {
         if (value === null) return;
         const one = draw("rect", { x: left + cell * x, y: top + cell * y, width: cell - 1, height: cell - 1, fill: color(shareOf(value, scale)), "data-value": value });
-        one.append(draw("title", { text: part.rows[y] + " → " + part.columns[x] + ": " + value }));
+        one.append(draw("title", { text: part.rows[y] + " → " + part.columns[x] + ": " + exact(value) }));
         svg.append(one);
       });
     });

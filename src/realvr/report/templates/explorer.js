@@ -21,6 +21,9 @@
     const scale = Math.pow(10, digits || 1);
     return (Math.floor(value * scale + 0.5) / scale).toFixed(digits || 1);
   }
+  function signed(cosine) {
+    return fixed(cosine, 2).replace("-", "−");
+  }
   function heightOf(size) {
     return Math.max(1, Math.round(WIDTH * size[1] / size[0]));
   }
@@ -88,7 +91,7 @@
     if (roomy) parts += '<circle class="dot" cx="' + fixed(x) + '" cy="' + fixed(y) + '" r="' + fixed(0.35 * badge) + '"></circle>';
     parts += '<rect class="badge" x="' + fixed(bx - across / 2) + '" y="' + fixed(by - badge) + '" width="' + fixed(across) + '" height="' + fixed(2 * badge) + '" rx="' + fixed(round) + '"></rect>';
     parts += '<text x="' + fixed(bx) + '" y="' + fixed(by) + '" style="font-size: ' + fixed(1.25 * badge) + 'px;">' + label + "</text>";
-    const spoken = escaped(named(one) + " " + placeOf(one.cell, grid) + ", cosine " + fixed(one.cosine, 2));
+    const spoken = escaped(named(one) + " " + placeOf(one.cell, grid) + ", cosine " + signed(one.cosine));
     return '<g class="stop ' + one.kind + '" data-step="' + one.first + '" data-last="' + one.last + '" aria-label="' + spoken + '" opacity="' + opacity + '" style="--step:' + one.first + '"><title>' + spoken + "</title>" + parts + "</g>";
   }
   function ghostMark(cells, grid, size) {
@@ -452,7 +455,7 @@
       slider.setAttribute("aria-valuetext", made.swapped ? "from step " + state.from + ": " + range(state.from, count) + " of the " + other + " picture" : "none swapped");
       slots.classList.toggle("many", count > 12);
       slots.replaceChildren.apply(slots, made.cells.map(function (_, index) {
-        const cosine = make("small", { text: fixed(made.cosine[index], 2) });
+        const cosine = make("small", { text: signed(made.cosine[index]) });
         return make("li", { class: made.kinds[index] + (browser.state.query === index + 1 && browser.cards.childElementCount ? " chosen" : "") }, [count > 24 ? "" : (count > 12 ? "" : "z") + (index + 1), cosine]);
       }));
     }
