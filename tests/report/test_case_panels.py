@@ -104,7 +104,7 @@ def test_swapped_latents_belong_to_the_picture_that_stays(tmp_path: Path) -> Non
         ["from 2 on", "B, blue (the other picture's)", "+3.00"],
         ["all", "B, blue (the other picture's)", "+4.00"],
         ["all, of an unrelated picture", "C, pink (neither)", "−0.50"],
-        ["1 at random, 2 times", "the other picture's 1 times", "+0.50"],
+        ["1 at random, 2 times", "the other picture's 1 time", "+0.50"],
     ]
     assert rows(edited) == [["none (sham)", "B, blue (own)", "0.00"]]
     contrast, late = original["parts"][0]["series"]

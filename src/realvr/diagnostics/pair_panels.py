@@ -133,9 +133,13 @@ def _swap_table(records: Sequence[Record], sham: Record, view: View) -> Facts:
     for k, found in random.items():
         follow = sum(bool(equal(one["extracted"], one["donor_truth"], one.get("choices", ()))) for one in found)
         shift = sum(one["margin"] for one in found) / len(found) - sham["margin"]
-        said = f"the other picture's {follow} times"
-        rows.append([f"{k} at random, {len(found)} times", said, number(shift, 2, sign=True)])
+        said = f"the other picture's {_times(follow)}"
+        rows.append([f"{k} at random, {_times(len(found))}", said, number(shift, 2, sign=True)])
     return Facts(rows, ("replaced latents", "answer", "margin shift, nats"), view)
+
+
+def _times(count: int) -> str:
+    return "1 time" if count == 1 else f"{count} times"
 
 
 def _swap_words(record: Record) -> str | None:
