@@ -189,7 +189,11 @@ def test_a_report_about_own_questions_says_what_the_latents_do(tmp_path: Path) -
     (run / "predictions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["score", str(run)]) == 0
     assert main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
-    table = read(tmp_path / "out/index.html").table("What the latents do")
+    page = read(tmp_path / "out/index.html")
+    assert page.table("Benchmark scores, %")[0] == ["arm", "mine"]  # one question file has no mean
+    notes = [one.text() for one in page.all("p", **{"class": "note"})]
+    assert not [text for text in notes if "unweighted" in text or "the mean over the tasks" in text]
+    table = page.table("What the latents do")
     (row,) = table[1:]
     names = ("help: own − no span", "dependence: own − another's", "dependence: own − noise")
     cells = [row[column(table, f"{name} (points)")] for name in names]

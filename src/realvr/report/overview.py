@@ -118,7 +118,7 @@ def headline_table(arms: Sequence[Arm], caption: str) -> Table:
         cells = [score_cell(summary["benches"].get(name)) for name in names]
         rows.append([arm.name, *cells, *([score_cell(means(summary).get("own"))] if heading else [])])
     note = "Mean: unweighted over the tasks that were run with the checkpoint's own number of latents."
-    return Table(caption, ["arm", *map(title, names), *heading], rows, note)
+    return Table(caption, ["arm", *map(title, names), *heading], rows, note if heading else "")
 
 
 def _mean_heading(arms: Sequence[Arm]) -> list[str]:
@@ -156,9 +156,10 @@ def _effects(arms: Sequence[Arm], caption: str) -> Table | None:
         if any(cell.text != DASH for cell in cells):
             rows.append([arm.name, *cells])
     header = ["arm", *(f"{name} (points)" for name in TITLES.values()), *(one.heading for _, one in shown)]
+    of = "of the mean over the tasks, " if _mean_heading(arms) else ""
     notes = [
-        "Help and dependence: of the mean over the tasks, with the share of readable replies under the condition; a "
-        "reply that cannot be read counts as wrong and is no evidence of use.",
+        f"Help and dependence: {of}with the share of readable replies under the condition; a reply that cannot be read "
+        "counts as wrong and is no evidence of use.",
         *(one.note for _, one in shown if one.note),
     ]
     return Table(caption, header, rows, " ".join(notes)) if rows else None
