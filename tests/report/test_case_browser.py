@@ -296,6 +296,30 @@ def test_it_fits_small_screens_everything_has_a_name_and_can_be_looked_at(tab: P
             assert picture.width == width and len(picture.convert("RGB").getcolors(1 << 24) or ()) > 50
 
 
+@pytest.mark.parametrize("width", [320, 420, 1280])
+def test_numbers_of_bars_stand_apart_and_words_of_tables_stay_whole(tab: Page, width: int) -> None:
+    tab.resize(width)
+    tab.open(Path(tab.run("decodeURI(location.pathname)")))
+    boxes = (
+        "Array.from(document.querySelectorAll('.bars tbody tr')).map(row => Array.from(row.querySelectorAll('.value'))"
+        ".map(one => { const range = document.createRange(); range.selectNodeContents(one); "
+        "const box = range.getBoundingClientRect(); return [box.left, box.right]; }))"
+    )
+    found = tab.run(boxes)
+    assert [len(row) for row in found] == [case_results.LATENTS] * 2
+    assert all(right + 2 <= left for row in found for (_, right), (left, _) in zip(row, row[1:], strict=False))
+    # Beside a long reply, which takes what it can get of the width.
+    tab.run("document.querySelector('.facts td').textContent = 'a very long reply '.repeat(9)")
+    tab.run("document.querySelector('.facts tr').insertCell(1).textContent = 'answered'")
+    lines = (
+        "(() => { const range = document.createRange(); "
+        "range.selectNodeContents(document.querySelector('.facts').rows[0].cells[1]); "
+        "return new Set(Array.from(range.getClientRects(), box => Math.round(box.top))).size; })()"
+    )
+    assert tab.run(lines) == 1
+    assert tab.run("document.documentElement.scrollWidth") <= width
+
+
 @pytest.mark.slow
 def test_a_link_finds_the_model_among_several(browser: Page, page: Path, tmp_path: Path) -> None:
     """Each model has its own cases; keys move those that are shown."""

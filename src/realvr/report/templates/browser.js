@@ -116,7 +116,7 @@ const caseBrowser = (function () {
       })));
     });
     const caption = make("caption", { class: "unseen", text: part.series.map(function (one) { return one.name; }).join(", ") });
-    const table = make("table", { class: "bars" + (count > 16 ? " many" : "") }, [caption, make("thead", {}, [head]), make("tbody", {}, rows)]);
+    const table = make("table", { class: "bars" + (count > 16 ? " many" : ""), style: "--columns: " + count }, [caption, make("thead", {}, [head]), make("tbody", {}, rows)]);
     const notes = part.series.filter(function (one) { return one.about; }).map(function (one) {
       return make("li", {}, [make("b", { text: one.name + ": " }), one.about]);
     });
