@@ -232,18 +232,19 @@ def test_keys_move_through_cases_latents_layers_and_pictures(tab: Page) -> None:
 
 
 def test_what_was_not_measured_is_said(tab: Page) -> None:
-    words = "Array.from(document.querySelectorAll('.part')).map(p => p.querySelector('.none')?.textContent ?? '')"
+    """In one line below the panels, which are those with something to show."""
+    words = "Array.from(document.querySelectorAll('.measured > *')).map(p => p.dataset.test ?? p.textContent)"
     for number, expected in (
-        (0, ["", ""]),
-        (1, ["Not measured for this case."] * 2),
-        (2, ["Not measured for this picture of the case.", ""]),
-        (4, ["", "Not measured for this case."]),
+        (0, ["toy-look", "toy-pairs"]),
+        (1, ["Not measured for this case: Where latents look, What pairs tell."]),
+        (2, ["toy-pairs", "Not measured for this picture of the case: Where latents look."]),
+        (4, ["toy-look", "Not measured for this case: What pairs tell."]),
     ):
         tab.run(f"document.querySelectorAll('.thumb')[{number}].click()")
         assert tab.run(words) == expected
     tab.run("document.querySelectorAll('.thumb')[2].click()")
     tab.press("e", 69)
-    assert tab.run(words) == ["", ""]
+    assert tab.run(words) == ["toy-look", "toy-pairs"]
     assert tab.run(f"{part('toy-pairs', '')}.textContent").endswith("both 2ownsecond 2")
     assert tab.run(f"{part('toy-look', 'svg.matrix')}.querySelectorAll('rect').length") == 3  # a hole is no cell
 

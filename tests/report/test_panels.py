@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from realvr.diagnostics.parts import Shown
 from realvr.errors import UserError
 from realvr.registry import load_file
 from realvr.widgets.browser import MOST_NUMBERS, Bars, Facts, Map, Matrix, Measured, Overlay, Panel, Series, pooled
+from realvr.widgets.explorer import Explorer
 
 PLUGIN = Path(__file__).resolve().parents[1] / "toys" / "toy_panels.py"
 NAN = float("nan")
@@ -221,6 +223,25 @@ def test_the_page_holds_every_saved_number_once_for_each_case(folder: Path, tmp_
         "Measured of this case, and drawn with JavaScript: Where latents look, What pairs tell."
         in next(tree.all("article")).text()
     )
+
+
+def test_a_page_counts_the_panels_that_it_shows(folder: Path) -> None:
+    """Of four diagnostics one was measured elsewhere, and one has records of other samples only."""
+    cases = json.loads((folder / "cases.json").read_text())["cases"]
+    ids = case_ids({"cases": cases})
+    look, pairs = join(cases_of(folder), sources(folder), ids)
+    away = Measured("away", "Elsewhere", missing="it was measured on other data (b.jsonl)")
+    more = [replace(away, name="further", title="There too"), Measured("none", "Of other samples")]
+    explorer = Explorer("x", "x", ["mini"], cases, [away, look, pairs, *more])
+    assert explorer.size().startswith("5 cases with the panels of 2 diagnostics: ")
+    assert Explorer("x", "x", ["mini"], cases[:1], [away, look]).size().startswith("1 case with the panels of 1 diag")
+    assert Explorer("x", "x", ["mini"], cases, [away]).size().startswith("5 cases: ")
+    left = "Not shown, it was measured on other data (b.jsonl): Elsewhere, There too."
+    here = "Measured of this case, and drawn with JavaScript:"
+    assert [explorer.measured_of(case) for case in cases[:2]] == [
+        f"{here} Where latents look, What pairs tell. {left} Not measured for this case: Of other samples.",
+        f"{left} Not measured for this case: Where latents look, What pairs tell, Of other samples.",
+    ]
 
 
 def test_ids_and_texts_that_would_like_to_be_more_stay_text(folder: Path, tmp_path: Path) -> None:

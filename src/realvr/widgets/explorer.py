@@ -133,11 +133,24 @@ class Explorer:
 
     def size(self) -> str:
         """What it takes of the page, in words."""
-        numbers = sum(len(json.dumps(self.panels(case))) for case in self.cases) + len(json.dumps(self.data()))
+        panels = [one for case in self.cases for one in self.panels(case)]
+        numbers = len(json.dumps(panels)) + len(json.dumps(self.data()))
         views = [view for case in self.cases for view in case["views"]]
         pictures = sum(len(one["picture"]) for view in views for one in self.pictures(view))
-        of = f" with the panels of {len(self.measured)} diagnostics" if self.measured else ""
-        return f"{len(self.cases)} cases{of}: {(numbers + pictures) / 1e6:.1f} MB of this page."
+        shown = {one["name"] for one in panels if any(one["views"])}
+        of = f" with the panels of {_count(len(shown), 'diagnostic')}" if shown else ""
+        return f"{_count(len(self.cases), 'case')}{of}: {(numbers + pictures) / 1e6:.1f} MB of this page."
+
+    def measured_of(self, case: Case) -> str:
+        """Which diagnostics have panels of a case, and which have none and why: for readers without the script."""
+        names: dict[str, list[str]] = {}
+        for one in self.panels(case):
+            why = f"Not shown, {one['missing']}" if one["missing"] else "Not measured for this case"
+            heading = "Measured of this case, and drawn with JavaScript" if any(one["views"]) else why
+            names.setdefault(heading, []).append(one["title"])
+        return " ".join(
+            f"{heading}: {', '.join(names[heading])}." for heading in sorted(names, key=lambda one: "drawn" not in one)
+        )
 
     def letter(self, case: Case, answer: str | None) -> str:
         """An answer in words: a letter with its option."""
@@ -167,6 +180,10 @@ class Explorer:
             where = _place(one["cell"] - starts[number], pictures[number]["grid"])
             found.append(f"{_name(one)} {where}" + (f" of picture {number + 1}" if len(pictures) > 1 else ""))
         return "; ".join(found)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _views(case: Case) -> list[dict[str, Any]]:

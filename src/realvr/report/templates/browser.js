@@ -250,10 +250,8 @@ const caseBrowser = (function () {
       changed();
     }
     function card(one) {
-      const panels = one.views[view], body = [make("h4", { text: one.title, title: one.about || null })];
-      if (one.missing) body.push(make("p", { class: "none", text: "Not shown: " + one.missing + "." }));
-      else if (!panels.length) body.push(make("p", { class: "none", text: one.views.some(function (other) { return other.length; }) ? "Not measured for this picture of the case." : "Not measured for this case." }));
-      panels.forEach(function (panel) {
+      const body = [make("h4", { text: one.title, title: one.about || null })];
+      one.views[view].forEach(function (panel) {
         if (panel.title && panel.title !== one.title) body.push(make("h5", { text: panel.title }));
         shown(panel.parts).forEach(function (part) {
           if (part.kind === "bars") body.push.apply(body, bars(part, state.query, choose));
@@ -263,8 +261,19 @@ const caseBrowser = (function () {
         });
         if (panel.note) body.push(make("p", { class: "hint", text: panel.note }));
       });
-      const empty = !panels.length;
-      return make("section", { class: "part" + (empty ? " empty" : ""), "data-test": one.name, "aria-label": one.title }, body);
+      return make("section", { class: "part", "data-test": one.name, "aria-label": one.title }, body);
+    }
+    // What has nothing to show of the picture, in one line: names by the reason, as explorer.py writes them.
+    function leftOut() {
+      const names = {};
+      measured.forEach(function (one) {
+        if (one.views[view].length) return;
+        const elsewhere = one.views.some(function (other) { return other.length; });
+        const why = one.missing ? "Not shown, " + one.missing : elsewhere ? "Not measured for this picture of the case" : "Not measured for this case";
+        (names[why] = names[why] || []).push(one.title);
+      });
+      const text = Object.keys(names).map(function (why) { return why + ": " + names[why].join(", ") + "."; }).join(" ");
+      return text ? [make("p", { class: "none left-out", text: text })] : [];
     }
     // Of matrices with one name the one of the chosen layer, else the first.
     function shown(parts) {
@@ -285,7 +294,7 @@ const caseBrowser = (function () {
       // A button that has the focus keeps it while it is drawn again; among the latents it goes with the choice.
       const focus = document.activeElement, test = cards.contains(focus) ? focus.closest(".part").dataset.test : null;
       const latent = test !== null && focus.dataset.latent, offered = test !== null && focus.dataset.offer;
-      cards.replaceChildren.apply(cards, measured.map(card));
+      cards.replaceChildren.apply(cards, measured.filter(function (one) { return one.views[view].length; }).map(card).concat(leftOut()));
       const again = Array.from(cards.children).find(function (one) { return one.dataset.test === test; });
       const button = again && Array.from(again.querySelectorAll("button")).find(function (one) {
         return latent ? one.dataset.latent === String(state.query) : offered && one.dataset.offer === offered;
