@@ -36,7 +36,9 @@ def tab(page: Path) -> Iterator[Page]:
 
 
 def test_everything_is_there(tab: Page) -> None:
-    assert tab.run("document.querySelectorAll('main > section').length") == 8 + len(DIAGNOSTICS.names())
+    everywhere = tab.run("document.querySelectorAll('main > section, .commands > div').length")
+    assert everywhere == 9 + len(DIAGNOSTICS.names())  # with the list of those without results
+    assert tab.run("document.querySelectorAll('.commands > div').length") > 20
     assert tab.run("Array.from(document.querySelectorAll('main > section h2')).every(one => one.offsetHeight > 0)")
     assert tab.run("document.querySelectorAll('svg.chart').length") > 20
     names = (

@@ -274,7 +274,12 @@ def test_published_numbers_are_set_apart_and_marked(tree: Element) -> None:
 
 def test_data_json_holds_the_tables_unrounded(page: Path, results: Path) -> None:
     data = json.loads((page.parent / "data.json").read_text(encoding="utf-8"))
-    assert [section["id"] for section in data["sections"]] == SECTIONS
+    *shown, last = data["sections"]
+    assert last["id"] == "not-measured" and last["commands"]
+    names = [one["id"] for one in (*shown, *last["commands"])]  # each once, shown ones in the order of the page
+    assert sorted(names) == sorted(SECTIONS) and [one for one in SECTIONS if one in names[: len(shown)]] == [
+        one["id"] for one in shown
+    ]
     table = data["sections"][0]["tables"][0]
     summary = json.loads((results / "eval/realvr/summary.json").read_text())
     assert table["rows"][2][1]["value"] == summary["benches"]["mini-mmvp"]["headline"]
@@ -416,10 +421,23 @@ def test_colours_have_contrast_in_both_themes(tree: Element) -> None:
 def test_missing_parts_say_which_command_makes_them(results: Path, tmp_path: Path) -> None:
     assert main(["report", str(results / "exchange/realvr"), "--out", str(tmp_path / "out")]) == 0
     tree = read(tmp_path / "out/index.html")
-    sections = {one.attributes["id"]: one.text() for one in tree.all("section")}
-    assert list(sections) == SECTIONS
+    sections = {one.attributes["id"]: one for one in tree.all("section")}
+    assert list(sections) == ["overview", "exchange", "paper", "provenance", "not-measured"]
+    navigation = [one.attributes["href"] for one in next(tree.all("nav")).all("a")]
+    assert navigation == [f"#{name}" for name in sections]
+    said = sections["overview"].text()
+    assert (
+        "Scores of benchmarks are not in these results. This command produces them:" in said and "realvr eval" in said
+    )
+    # Every other section is an entry of the last one, in order, with its heading and command.
+    (entries,) = sections["not-measured"].all("dl")
+    commands = {one.attributes["id"]: next(one.all("code")).text() for one in entries.all("div")}
+    assert list(commands) == [name for name in SECTIONS if name not in sections]
+    assert [next(one.all("dt")).text() for one in entries.all("div")][:2] == ["Training", "Benchmarks"]
+    assert {name: commands[name].split(" MODEL")[0] for name in DIAGNOSTICS.names() if name != "exchange"} == {
+        kind.name: kind.how().split(" MODEL")[0] for kind in DIAGNOSTICS if kind.name != "exchange"
+    }
     for name, verb in {
-        "overview": "eval",
         "training": "train rl",
         "benchmarks": "eval",
         "ablation": "eval",
@@ -432,8 +450,9 @@ def test_missing_parts_say_which_command_makes_them(results: Path, tmp_path: Pat
         "walk": "diagnose walk",
         "further": "train rl",
     }.items():
-        assert "Not in these results" in sections[name] and f"realvr {verb} " in sections[name]
-    assert "Not in these results" not in sections["exchange"]
+        assert f"realvr {verb} " in commands[name]
+    listed = json.loads((tmp_path / "out/data.json").read_text())["sections"][-1]["commands"]
+    assert {one["id"]: one["command"] for one in listed} == commands
 
 
 def test_provenance_names_weights_files_and_a_command_that_runs(tree: Element, results: Path) -> None:

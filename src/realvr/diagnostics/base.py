@@ -22,7 +22,7 @@ from realvr.errors import UserError
 from realvr.registry import Registry, place_of
 from realvr.runs.journal import Record
 from realvr.runs.records import ResultFile
-from realvr.widgets import Cell, Fold, Section, Table, Text, Widget, missing, tables_of
+from realvr.widgets import Cell, Fold, Section, Table, Text, Widget, tables_of
 from realvr.widgets.browser import Panel
 
 if TYPE_CHECKING:
@@ -33,7 +33,18 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _TAKEN = {"summary", "eval", "demo", "settings", "metrics", "method", "predictions", "recipe", "data", "diagnose"}
 """Result files of other commands, and below the sections of the report."""
-_TAKEN |= {"overview", "training", "train", "benchmarks", "ablation", "sweep", "further", "paper", "provenance"}
+_TAKEN |= {
+    "overview",
+    "training",
+    "train",
+    "benchmarks",
+    "ablation",
+    "sweep",
+    "further",
+    "paper",
+    "provenance",
+    "not-measured",
+}
 
 S = TypeVar("S", bound=DiagnosticSettings)
 
@@ -276,10 +287,12 @@ class Diagnostic(Generic[S]):
 
     def section(self, results: Sequence[Shown]) -> Section:
         """Its part of the report."""
+        if not results:
+            return Section(self.name, self.title, command=self.how())
         widgets: list[Widget] = [Text(f"{self.question} {self.reading}"), *self.drawn(results)]
         if self.paper:
             widgets.append(Fold("In the paper", [Text(self.paper)], published=True))
-        return Section(self.name, self.title, widgets if results else list(missing(self.how())))
+        return Section(self.name, self.title, widgets)
 
 
 def _complaint(kind: type[Diagnostic]) -> str:

@@ -59,7 +59,7 @@ def overview(results: Results, baseline: Arm | None) -> Section:
     if scored:
         section.widgets += [headline_table(scored, "Benchmark scores, %"), *_headline_figure(scored)]
     else:
-        section.widgets += missing(eval_command())
+        section.widgets += missing("Scores of benchmarks", eval_command())
     if effects := _effects(main, "What the latents do"):
         section.widgets.append(effects)
     if baseline is not None and (table := _against(scored, baseline)):
@@ -244,5 +244,5 @@ def further(results: Results) -> Section:
         names = ", ".join(arm.name for arm in others)
         section.widgets.append(Text(f"Found without an evaluation: {names}. See the training curves."))
     if not arms:
-        section.widgets += missing("realvr train rl CONFIG --method METHOD; realvr eval RUN/final … --out DIR")
+        section.command = "realvr train rl CONFIG --method METHOD; realvr eval RUN/final … --out DIR"
     return section

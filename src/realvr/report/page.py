@@ -29,7 +29,7 @@ from realvr.report.scores import ablation, benchmarks, sweep
 from realvr.report.training import training
 from realvr.runs.files import publish
 from realvr.training.records import BASELINE
-from realvr.widgets import Section, Text, tables_of
+from realvr.widgets import Commands, Section, Text, tables_of, together
 from realvr.widgets.browser import Measured
 
 _TEMPLATES = ("page.html", "explorer.html")
@@ -56,10 +56,10 @@ def build(
 
 
 def make_sections(results: Results, baseline: str | None = None) -> list[Section]:
-    """Every section, in order; those without results say how to get them."""
+    """Every section with results, in order, and a last one that says how to get the others."""
     shown = {kind: _shown(results, kind.name) for kind in DIAGNOSTICS}
     first = [kind for kind in DIAGNOSTICS if kind.opens and shown[kind]]
-    return [
+    every = [
         *(kind().section(shown[kind]) for kind in first),
         overview(results, choose_baseline(results, baseline)),
         training(results),
@@ -71,6 +71,7 @@ def make_sections(results: Results, baseline: str | None = None) -> list[Section
         paper.section(),
         provenance(results),
     ]
+    return together(every, "not-measured", "Not measured here")
 
 
 def _cards(results: Results, out: Path) -> list[Text]:
@@ -139,11 +140,15 @@ def render(sections: Sequence[Section], title: str) -> str:
 
 
 def _data(section: Section) -> dict[str, Any]:
-    return {
+    found: dict[str, Any] = {
         "id": section.id,
         "title": section.title,
         "tables": [table.as_json() for table in tables_of(section.widgets)],
     }
+    for part in section.widgets:
+        if isinstance(part, Commands):
+            found["commands"] = [dict(zip(("id", "title", "command"), one, strict=True)) for one in part.entries]
+    return found
 
 
 def _write(out: Path, texts: dict[str, str]) -> None:

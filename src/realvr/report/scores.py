@@ -25,7 +25,6 @@ from realvr.widgets import (
     Table,
     Text,
     interval,
-    missing,
     number,
     significant,
 )
@@ -140,7 +139,7 @@ def benchmarks(results: Results, published: Callable[[Sequence[str]], list[Any]]
         )
         section.widgets += [Table("Measured", header, rows, note), *folds]
     else:
-        section.widgets += missing(eval_command())
+        section.command = eval_command()
     section.widgets += published(in_order(whole)) if whole else []
     return section
 
@@ -178,7 +177,7 @@ def ablation(results: Results) -> Section:
             scores += _condition_rows(arm, name, entry, conditions)
         _bars(arm, summary, bars)
     if not rows:
-        section.widgets += missing(eval_command())
+        section.command = eval_command()
         return section
     section.widgets += [
         Text(
@@ -274,7 +273,7 @@ def sweep(results: Results) -> Section:
         )
         section.widgets += [Switch("Arm", panels)] if len(panels) > 1 else panels[0][2]
     else:
-        section.widgets += missing(f"{eval_command()} --latents 0,2,4,8,12,16,20")
+        section.command = f"{eval_command()} --latents 0,2,4,8,12,16,20"
     return section
 
 

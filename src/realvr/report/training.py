@@ -8,7 +8,7 @@ from typing import Any
 from realvr.report.results import Arm, Results
 from realvr.report.scores import last_tenth
 from realvr.training.records import STAGES, Metric, Step, TrainingRun, number_of
-from realvr.widgets import Cell, Figures, Fold, Key, Section, Table, Text, missing, number, significant
+from realvr.widgets import Cell, Figures, Fold, Key, Section, Table, Text, number, significant
 from realvr.widgets.charts import Line, Point, lines
 
 MOST_POINTS = 100
@@ -31,7 +31,7 @@ def training(results: Results) -> Section:
             seen.append(stage)
             section.widgets += [Text(title, "heading"), *_stage(title, id, runs)]
     if not section.widgets:
-        section.widgets += missing(COMMAND)
+        section.command = COMMAND
     return section
 
 

@@ -120,7 +120,15 @@ class Switch:
     part: Literal["switch"] = "switch"
 
 
-Widget = Table | Figures | Text | Fold | Switch | Explorer
+@dataclass(frozen=True)
+class Commands:
+    """What is not there, and the command that produces it: (id, title, command)."""
+
+    entries: Sequence[tuple[str, str, str]]
+    part: Literal["commands"] = "commands"
+
+
+Widget = Table | Figures | Text | Fold | Switch | Explorer | Commands
 
 
 def tables_of(widgets: Sequence[Widget]) -> Iterator[Table]:
@@ -142,11 +150,21 @@ class Section:
     id: str
     title: str
     widgets: list[Any] = field(default_factory=list)
+    command: str = ""
+    """What produces its results, where there are none: such a section is an entry of the last one."""
 
 
-def missing(command: str) -> list[Text]:
-    """What a section says that has nothing to show."""
-    return [Text("Not in these results. This command produces them:"), Text(command, "command")]
+def missing(what: str, command: str) -> list[Text]:
+    """What a section says that lacks a part."""
+    return [Text(f"{what} are not in these results. This command produces them:"), Text(command, "command")]
+
+
+def together(sections: Sequence[Section], id: str, title: str) -> list[Section]:
+    """Sections with something to show, and one that lists the others with their commands."""
+    absent = [(one.id, one.title, one.command) for one in sections if one.command]
+    shown = [one for one in sections if not one.command]
+    words = Text("These have no results here. The command with each name produces them:")
+    return [*shown, Section(id, title, [words, Commands(absent)])] if absent else shown
 
 
 # ---------------------------------------------------------------------- numbers
