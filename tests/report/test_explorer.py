@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,34 @@ def test_failures_among_the_cases_are_counted_for_each_model(page: Path, content
     assert failed == {"mini": 1, "mini-direct": COUNT}
     head, *rows = read(page).table("What the cases were chosen from")
     assert {row[0]: int(row[head.index("failures among them")]) for row in rows} == failed
+
+
+def test_a_model_has_one_name_on_the_page(tmp_path: Path) -> None:
+    """The second model of the cases is an arm with results of its own: it is called as that is."""
+    models = [{"name": "mini", "weights": "a" * 64}, {"name": "mini-direct", "weights": "b" * 64}]
+
+    def measure(name: str, **settings: Any) -> None:
+        folder = case_results.make_cases(tmp_path / "runs" / name, COUNT)
+        found = json.loads((folder / "cases.json").read_text())
+        (folder / "cases.json").write_text(json.dumps(found | {"settings": settings}))
+        (folder / "cases_settings.json").write_text(json.dumps({"diagnostic": "cases"} | settings))
+
+    def names(*more: str) -> list[str]:
+        for name in more:
+            measure(name, model=models[1])
+        arms = [{"name": name, "cases": name} for name in ("Stage 1", *more)]
+        (tmp_path / "runs/demo.json").write_text(json.dumps({"arms": arms}))
+        assert main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
+        tree = read(tmp_path / "out/index.html")
+        said = [one.text() for one in next(next(tree.all("article")).all("figure")).all("b")]
+        assert said == [row[0] for row in tree.table("What the cases were chosen from")[1:3]]
+        return said
+
+    measure("Stage 1", model=models[0], second_model=models[1])
+    assert names() == ["Stage 1", "mini-direct"]
+    assert names("Direct") == ["Stage 1", "Direct"]
+    shutil.rmtree(tmp_path / "runs/Direct")
+    assert names("one", "other") == ["Stage 1", "mini-direct"]  # weights that say nothing about the name
 
 
 def _cells(stops: list[Element]) -> list[int]:

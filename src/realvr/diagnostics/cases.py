@@ -337,7 +337,9 @@ def _names(result: Shown) -> list[str]:
     """What the page calls the models: as the report does, or by what the run recorded of them."""
     settings = result.summary.get("settings") or {}
     first = result.name if result.name != Cases.name else _called(settings.get("model"), result.name)
-    names = [first, _called(settings.get("second_model"), "second model")][: len(result.summary["both_right"])]
+    second = settings.get("second_model") or {}
+    other = result.models.get(str(second.get("weights"))) or _called(second, "second model")
+    names = [first, other][: len(result.summary["both_right"])]
     return names if len(set(names)) == len(names) else [first, f"{names[1]} (second)"]
 
 

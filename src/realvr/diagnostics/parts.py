@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self, get_origin, overload
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
@@ -145,6 +145,8 @@ class Shown:
     number: int = 0
     panels: Callable[[Collection[str]], list[Measured]] | None = None
     """What all diagnostics have measured of this model's samples of these ids; see `realvr.diagnostics.panels`."""
+    models: Mapping[str, str] = field(default_factory=dict)
+    """What the page calls other models, by the hash of their weights."""
 
 
 @dataclass(frozen=True)

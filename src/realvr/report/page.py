@@ -28,7 +28,7 @@ from realvr.report.results import Arm, Results
 from realvr.report.scores import ablation, benchmarks, sweep
 from realvr.report.training import training
 from realvr.runs.files import publish
-from realvr.training.records import BASELINE
+from realvr.training.records import BASELINE, TrainingRun
 from realvr.widgets import Commands, Section, Text, tables_of, together
 from realvr.widgets.browser import Measured
 
@@ -88,11 +88,23 @@ def _cards(results: Results, out: Path) -> list[Text]:
 
 
 def _shown(results: Results, diagnostic: str) -> list[Shown]:
+    models = _models(results)
     return [
-        Shown(arm.name, arm.diagnostics[diagnostic].summary, arm.number, _panels(arm, diagnostic))
+        Shown(arm.name, arm.diagnostics[diagnostic].summary, arm.number, _panels(arm, diagnostic), models)
         for arm in results.arms
         if diagnostic in arm.diagnostics
     ]
+
+
+def _models(results: Results) -> dict[str, str]:
+    """Names of arms by the hash of their weights; without weights that several arms have."""
+    found: dict[str, set[str]] = {}
+    for arm in results.arms:
+        for _, one in arm.results():
+            weights = None if isinstance(one, TrainingRun) else one.model.get("weights")
+            if weights:
+                found.setdefault(str(weights), set()).add(arm.name)
+    return {weights: next(iter(names)) for weights, names in found.items() if len(names) == 1}
 
 
 def _panels(arm: Arm, diagnostic: str) -> Callable[[Collection[str]], list[Measured]]:
