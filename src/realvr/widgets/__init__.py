@@ -120,15 +120,7 @@ class Switch:
     part: Literal["switch"] = "switch"
 
 
-@dataclass(frozen=True)
-class Commands:
-    """What is not there, and the command that produces it: (id, title, command)."""
-
-    entries: Sequence[tuple[str, str, str]]
-    part: Literal["commands"] = "commands"
-
-
-Widget = Table | Figures | Text | Fold | Switch | Explorer | Commands
+Widget = Table | Figures | Text | Fold | Switch | Explorer
 
 
 def tables_of(widgets: Sequence[Widget]) -> Iterator[Table]:
@@ -152,6 +144,14 @@ class Section:
     widgets: list[Any] = field(default_factory=list)
     command: str = ""
     """What produces its results, where there are none: such a section is an entry of the last one."""
+
+
+@dataclass(frozen=True)
+class Commands:
+    """Sections that have no results, and what produces them: (id, title, command). Only the report has these."""
+
+    entries: Sequence[tuple[str, str, str]]
+    part: Literal["commands"] = "commands"
 
 
 def missing(what: str, command: str) -> list[Text]:
