@@ -265,6 +265,18 @@ def test_six_figures_at_most_in_the_order_of_the_questions(tmp_path: Path) -> No
     assert len(FIGURES) == 6 and [one.width for one in card.drawings] == [100, 50, 100]
 
 
+def test_negative_shares_have_the_minus_of_the_tables(tmp_path: Path) -> None:
+    folder = results(tmp_path / "out")
+    below = walk() | {"evidence_above_chance": mean(-0.02, -0.06, 0.01)}
+    DIAGNOSTICS.get("walk").result_file().dump(folder / "walk.json", below)
+    worse = controls(right=10) | {"settings": json.loads((folder / "controls.json").read_text())["settings"]}
+    DIAGNOSTICS.get("controls").result_file().dump(folder / "controls.json", worse)
+    write_card(folder, "m")
+    verdict = next(one.text() for one in read(folder / "card.html").all("section"))
+    assert "\u22122.0 %" in verdict and "[\u22126.0 %, 1.0 %]" in verdict
+    assert "another sample's latents: \u221216.7 points" in verdict and not re.search(r"(?<!\w)-\d", verdict)
+
+
 def test_without_controls_nothing_is_decided(tmp_path: Path) -> None:
     made = results(tmp_path / "out")
     (made / "controls.json").unlink()

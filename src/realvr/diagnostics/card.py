@@ -25,7 +25,7 @@ from realvr.diagnostics.suite import RECORD, RECORD_FILE
 from realvr.diagnostics.verdict import Half, Verdict, verdict
 from realvr.errors import UserError
 from realvr.runs.files import write_atomically
-from realvr.widgets import DASH, share
+from realvr.widgets import DASH, number, share
 
 HTML, MARKDOWN = "card.html", "card.md"
 FIGURES = ("controls", "walk", "dependence", "enrichment", "vocabulary", "similarity")
@@ -215,7 +215,7 @@ def _word(half: Half, yes: str, no: str) -> str:
 
 def percent(value: float | None) -> str:
     """A share as a percentage."""
-    return DASH if value is None else f"{100 * value:.1f} %"
+    return DASH if value is None else f"{number(100 * value)} %"
 
 
 # ---------------------------------------------------------------------- pages
@@ -227,7 +227,7 @@ def as_html(card: Card) -> str:
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    return environment.from_string(text).render(card=card, version=__version__, percent=percent)
+    return environment.from_string(text).render(card=card, version=__version__, percent=percent, number=number)
 
 
 def as_markdown(card: Card) -> str:
