@@ -154,10 +154,14 @@ def test_notes_tell_noise_from_more_than_noise() -> None:
     differences = {
         "first": _difference("Follows", -4.0, [-6.0, -2.0]),
         "second": _difference("Deaf", 0.5, [-1.0, 2.0]),
+        "zero": _difference("Broken", -0.04, [-1.0, 0.0]),
         "third": _difference("Follows", 20.0, [10.0, 30.0], "long trails"),
     }
     said = "\n".join(notes(DemoSettings(), arms, differences))
-    assert "Mini five-task mean, within noise (the 95 % interval holds 0): Deaf minus Direct +0.5 [-1.0, +2.0]." in said
+    assert (
+        "Mini five-task mean, within noise (the 95 % interval holds 0): Deaf minus Direct +0.5 [-1.0, +2.0]; " in said
+    )
+    assert "; Broken minus Direct +0.0 [-1.0, +0.0]." in said
     assert "Mini five-task mean, beyond the noise of these questions: Follows minus Direct -4.0 [-6.0, -2.0]." in said
     assert "Long trails, beyond the noise of these questions: Follows minus Direct +20.0 [+10.0, +30.0]." in said
     assert "Long trails, within" not in said

@@ -75,5 +75,6 @@ def _noise(one: Json) -> bool:
 
 
 def _signed(one: Json) -> str:
-    low, high = one["ci"]
-    return f"{one['gain']:+.1f} [{low:+.1f}, {high:+.1f}]"
+    # Nothing is "-0.0": a number that rounds to zero is a positive zero.
+    gain, low, high = (round(value, 1) + 0.0 for value in (one["gain"], *one["ci"]))
+    return f"{gain:+.1f} [{low:+.1f}, {high:+.1f}]"
