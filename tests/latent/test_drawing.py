@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from realvr.evaluation.showing import Drawn, save_walks
 from realvr.imaging.types import Grid
 from realvr.latent.drawing import PATH, PUT, draw_walk, heat_map, numbers
 from realvr.latent.walk import Walk
@@ -118,6 +120,22 @@ def test_a_heat_map_is_hottest_at_its_largest_value() -> None:
     blocks = drawn.reshape(4, 20, 5, 20, 3).mean((1, 3)).sum(-1).ravel()
     assert (np.diff(blocks) > 0).sum() >= 18 and blocks.argmax() == 19
     assert np.abs(np.diff(drawn[0, :20].sum(-1))).min() > 60
+
+
+def test_headings_start_where_the_rest_starts(tmp_path: Path) -> None:
+    """Two walks side by side: the first ink of each heading is above the first of the question below it."""
+    walk = made([(0, *cell) for cell in WAY], COARSE)
+    drawn = [Drawn(walk, "B", {}), Drawn(walk, "C", {4: "z_4 at row 5, column 2"})]
+    save_walks(tmp_path / "walks.png", [Image.new("RGB", (48, 48))], "How many?", drawn)
+    with Image.open(tmp_path / "walks.png") as picture:
+        inked = (np.asarray(picture.convert("L")) < 200).reshape(picture.height, 2, -1)
+    alone = draw_walk(Image.new("RGB", (48, 48)), walk, question="How many?", answer="B")
+    shift = picture.height - alone.height
+    assert shift >= 20
+    for panel in (0, 1):
+        head = inked[: 18 + shift - 2, panel, :].any(0).argmax() - 7 * panel
+        below = inked[-18 - 52 :, panel, :].any(0).argmax() - 7 * panel  # two lines: question and answer
+        assert head >= 18 and abs(int(head) - int(below)) <= 2
 
 
 def test_letters_beyond_the_first_font_do_not_stop_it() -> None:

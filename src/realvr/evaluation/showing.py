@@ -54,13 +54,21 @@ def save_picture(path: Path, picture: Image.Image) -> None:
 
 def save_walks(path: Path, pictures: Sequence[Image.Image], question: str, walks: Sequence[Drawn]) -> None:
     """Draw walks into a file, side by side, those with latents put into them under their names."""
-    from realvr.imaging.drawing import beside, titled
+    from realvr.imaging.drawing import beside
     from realvr.latent.drawing import draw_walk
 
-    panels = [draw_walk(pictures, one.walk, question=question, answer=one.answer, put=one.put) for one in walks]
-    if len(panels) > 1:
-        names = [f"with {', '.join(one.put.values())}" if one.put else "without" for one in walks]
-        panels = [titled(panel, f"  {name}") for panel, name in zip(panels, names, strict=True)]
+    names = [f"with {', '.join(one.put.values())}" if one.put else "without" for one in walks]
+    panels = [
+        draw_walk(
+            pictures,
+            one.walk,
+            question=question,
+            answer=one.answer,
+            heading=name if len(walks) > 1 else "",
+            put=one.put,
+        )
+        for one, name in zip(walks, names, strict=True)
+    ]
     save_picture(path, beside(panels))
 
 

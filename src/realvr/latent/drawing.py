@@ -51,12 +51,14 @@ def draw_walk(
     *,
     question: str = "",
     answer: str = "",
+    heading: str = "",
     put: Collection[int] = (),
     heat: bool | None = None,
     strip: bool = True,
     side: int | None = None,
 ) -> Image.Image:
     """The pictures of a prompt, in its order, with the walk drawn in; below them the cosines, question and answer.
+    ``heading`` is a line above all of it.
 
     ``put`` are the steps, counted from 1, whose latents were replaced. ``heat`` adds a map of the cosines with all
     visual tokens for every latent; by default for grids of more than `FINE` rows or columns. ``strip`` is the list of
@@ -71,7 +73,7 @@ def draw_walk(
     views = [enlarged(picture.convert("RGB"), side) for picture in shown]
     stops = _stops(walk, put)
     traced = [_traced(view, walk.grids[image], stops, image) for image, view in enumerate(views)]
-    if len(traced) == 1 and not (strip or question or answer or fine):
+    if len(traced) == 1 and not (strip or question or answer or heading or fine):
         return traced[0]
     ruled = [_ruled(one, grid) for one, grid in zip(traced, walk.grids, strict=True)]
     if len(ruled) > 1:
@@ -87,7 +89,10 @@ def draw_walk(
         blocks.append(_strip(walk, put, width))
     if question or answer:
         blocks.append(_caption(question, answer, width))
-    return framed(column(blocks), width)
+    body = column(blocks)
+    for line in reversed(paragraph(heading, width, 13) if heading else []):
+        body = titled(body, line)
+    return framed(body, width)
 
 
 def _is_fine(grid: Grid) -> bool:
