@@ -62,6 +62,7 @@ def train(task: Task, settings: TrainSettings, engine: Engine) -> int:
             engine.seed(settings.run.seed)
             validation = validation_of(task, settings, engine)
             progress = checkpoints.resume(task, settings)
+            refuse_fewer_steps(progress, settings)
         ranks = engine.gather_objects(engine.facts())
         if engine.main:
             used = EngineUse(engine=engine.name, settings=engine.settings.model_dump(mode="json"), ranks=ranks)
@@ -131,13 +132,18 @@ def train_steps(run: Run, checkpoints: Checkpoints) -> int:
 
 def note_resumed(run: Run) -> None:
     """Say where a resumed run stands."""
-    done, steps = run.progress.step, run.settings.optim.steps
-    if done:
+    if done := run.progress.step:
         run.tracker.note(f"resumed after step {done}")
+
+
+def refuse_fewer_steps(progress: Progress, settings: TrainSettings) -> None:
+    """Steps that are done cannot be taken back, and the settings and the card of a run say how it was trained. Comes
+    before anything is written."""
+    done, steps = progress.step, settings.optim.steps
     if done > steps:
-        run.tracker.note(
-            f"optim.steps is {steps}, but {done} steps are done already: nothing is trained, and the final model is "
-            f"that after step {done}"
+        raise UserError(
+            f"optim.steps is {steps}, but {settings.run.out} has done {done} steps: give at least {done} ({done} "
+            "trains no further and writes the final model), or another run.out"
         )
 
 
