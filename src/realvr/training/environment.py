@@ -68,7 +68,7 @@ def _engines(versions: dict[str, Any]) -> dict[str, Any]:
 
 
 def _through(packages: tuple[str, ...], versions: dict[str, Any]) -> str | None:
-    """The packages with their versions; None where one is missing."""
-    installed = {name: versions.get(name) or _version(name) for name in packages}
+    """The packages with their versions, torch where it alone is enough; None where one is missing."""
+    installed = {name: versions.get(name) or _version(name) for name in packages or ("torch",)}
     listed = ", ".join(f"{name} {version}" for name, version in installed.items())
     return f"through {listed}" if all(installed.values()) else None
