@@ -144,6 +144,7 @@ def coco_file(folder: Path, encoded: Callable[..., bytes]) -> Path:
     add(103, 9, "everywhere")
     add(999, 7, [0, 0, 1, 1])
     add(104, 1, [0, 0, 1, 1])
+    annotations.append({"id": 8000, "image_id": 105, "bbox": [0, 0, 1, 1]})
     categories = [{"id": 7, "name": "traffic_light"}, {"id": 9, "name": "bus"}, {"id": 11, "name": "zebra"}]
     images.append({"id": 200, "file_name": "gone.png", "width": 80, "height": 40})
     (folder / "photos" / "turned.png").write_bytes(encoded(40, 80))
@@ -161,7 +162,7 @@ def test_coco_templates(tmp_path: Path, encoded: Callable[..., bytes], capsys: p
     said = capsys.readouterr().out
     for loss in ("image_missing", "image_path_escapes", "size_mismatch", "box_degenerate", "box_malformed"):
         assert f"left out 1 {loss}" in said
-    assert "left out 1 image_unknown" in said and "left out 1 category_unknown" in said
+    assert "left out 1 image_unknown" in said and "left out 2 category_unknown" in said
     by_id = {row["id"]: row for row in rows}
     light = by_id["002/count/traffic_light"]
     assert light["question"] == "How many traffic light objects are in the image?"

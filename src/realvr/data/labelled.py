@@ -148,10 +148,10 @@ def coco(file: Path, images: Path | None, losses: Losses) -> tuple[list[Annotate
 
 def _coco_box(entry: Json, where: str, found: dict[Any, Annotated], names: dict[Any, str], losses: Losses) -> None:
     ids = (entry.get("image_id"), entry.get("category_id")) if isinstance(entry, dict) else (None, None)
-    if not all(isinstance(value, int | str) for value in ids) or ids[0] not in found:
+    if not isinstance(ids[0], int | str) or ids[0] not in found:
         return losses.add(IMAGE_UNKNOWN, f"{where}: no image of id {ids[0]!r:.60}")
     picture = found[ids[0]]
-    if ids[1] not in names:
+    if not isinstance(ids[1], int | str) or ids[1] not in names:
         return losses.add(CATEGORY_UNKNOWN, f"{where}: no category of id {ids[1]!r:.60}")
     category = names[ids[1]]
     box = _numbers(entry.get("bbox"), 4)
