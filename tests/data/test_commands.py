@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from realvr.cli import data as verbs
+from realvr.cli.dispatch import main
 from realvr.data.export import write
 from realvr.data.overlay import draw
 from realvr.data.sample import Box, ImageRef, Sample
@@ -92,6 +93,9 @@ def test_show(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fi
     assert show(file, limit=1) == 0
     assert "answer: A" in capsys.readouterr().out
     assert show(tmp_path / "nothing") == 2
+    for none in (0, -1):
+        assert main(["data", "show", str(file), "--limit", str(none)]) == 2
+        assert f"--limit is {none}: show at least 1 sample" in capsys.readouterr().err
     (file.parent / "images" / "scene0.png").unlink()
     assert show(file, limit=1) == 0 and show(file, limit=1, save=tmp_path / "no") == 2
     file.write_text("{}\n")

@@ -78,6 +78,8 @@ def show(settings: ShowSettings, shown: Shown | None = None, grids: Grids | None
     ``grids`` gives the visual tokens of an image, as a checkpoint's processor does
     (`realvr.backbone.loading.token_grids`); by default those typical of ``settings.family``.
     """
+    if settings.limit < 1:
+        raise UserError(f"--limit is {settings.limit}: show at least 1 sample")
     if settings.family is not None and settings.family not in FAMILIES:
         raise UserError(f"no family {settings.family!r}; choose one of {', '.join(FAMILIES)}")
     family, most = settings.family or "qwen2.5-vl", settings.max_tokens or 1280
@@ -98,7 +100,7 @@ def show(settings: ShowSettings, shown: Shown | None = None, grids: Grids | None
 
 def _draw(settings: ShowSettings, options: ReadOptions, report: Report, shown: Shown, grids: Grids) -> Iterator[Sample]:
     opened = ImageCache()
-    samples = islice(read(settings.path, settings.format, options, report), max(0, settings.limit))
+    samples = islice(read(settings.path, settings.format, options, report), settings.limit)
     for number, sample in enumerate(samples, start=1):
         yield sample
         if settings.save is None:
