@@ -44,7 +44,10 @@ def test_wrong_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for args, message in (
         ([], "give a settings file or its name first"),
         (["--optim.lr", "1"], "give a settings file or its name first"),
-        (["absent.yaml"], "absent.yaml: the settings cannot be read"),
+        (
+            ["absent.yaml"],
+            "absent.yaml: the settings cannot be read (No such file or directory); `realvr train rl --help` lists",
+        ),
     ):
         assert main(["train", "rl", *args]) == 2
         text = capsys.readouterr().err

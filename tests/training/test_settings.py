@@ -299,8 +299,9 @@ def test_a_name_that_is_none_is_refused_with_the_nearest(tmp_path: Path, monkeyp
         UserError, match=r"own/rll: the settings cannot be read \(No such file or directory\); did you mean own/rl\?"
     ):
         load_settings("rl", "own/rll")
-    with pytest.raises(UserError, match="realvr train rl --help"):
-        load_settings("sft", "nothing-of-the-kind.txt")
+    for kind in configuration.KINDS:
+        with pytest.raises(UserError, match=rf"No such file .*`realvr train {kind} --help` lists"):
+            load_settings(kind, "nothing-of-the-kind.txt")
     (tmp_path / "folder").mkdir()
     with pytest.raises(UserError, match="folder: the settings cannot be read .*directory"):
         load_settings("sft", "folder")

@@ -42,7 +42,7 @@ def load_settings(kind: str, config: str | Path, overrides: Sequence[str] = ()) 
     """
     if kind not in KINDS:
         raise UserError(f"no training is called '{kind}': choose one of {', '.join(KINDS)}")
-    model, path = KINDS[kind], packaged.locate(config)
+    model, path = KINDS[kind], packaged.locate(config, kind)
     name, flags = _method_flag(_switches(overrides))
     raw = read_yaml(path)
     if name:

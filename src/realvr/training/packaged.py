@@ -20,8 +20,8 @@ def names(kind: str = "") -> list[str]:
     return sorted(name for name in found if kind in name.rpartition("/")[2].split("-") or not kind)
 
 
-def locate(config: str | Path) -> Path:
-    """The file that CONFIG means: an existing file, else the packaged one of this name.
+def locate(config: str | Path, kind: str = "rl") -> Path:
+    """The file that CONFIG of ``realvr train KIND`` means: an existing file, else the packaged one of this name.
 
     ``configs/own/rl.yaml``, where the file lay in a checkout of earlier versions, is a longer spelling of ``own/rl``.
     """
@@ -35,5 +35,5 @@ def locate(config: str | Path) -> Path:
     if path.exists():
         return path  # a folder: whoever reads it says so
     close = get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]}?" if close else "`realvr train rl --help` lists those that have a name"
+    hint = f"did you mean {close[0]}?" if close else f"`realvr train {kind} --help` lists those that come with realvr"
     raise UserError(f"{config}: the settings cannot be read (No such file or directory); {hint}")
