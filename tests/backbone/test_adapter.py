@@ -463,6 +463,26 @@ def test_a_missing_path_a_file_and_an_empty_directory(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     refuses(empty, str(empty), "config.json")
+    refuses("minni", "minni does not exist; did you mean mini?", "a hub id (OWNER/NAME)", "mini-direct")
+    refuses("qwerty", "qwerty does not exist; MODEL is a directory")
+
+
+def test_a_run_in_place_of_its_model(tmp_path: Path) -> None:
+    """Each folder of a run that is no model says which one is, or how it comes to be."""
+    run, state = tmp_path / "run", tmp_path / "run/checkpoints/step-000004"
+    state.mkdir(parents=True)
+    (run / "settings.yaml").write_text("run: {}\n")
+    (state / "rank-0.json").write_text("{}")
+    for path in (run, run / "final"):
+        refuses(path, f"{run} has no final model yet: the run is not finished")
+    refuses(run / "best", "has no best model", "checkpoint.keep_best")
+    refuses(state, "a checkpoint of a run", f"{run / 'final'}")
+    (run / "best").mkdir()
+    (run / "best/config.json").write_text("{}")
+    refuses(run, f"its best model so far is {run / 'best'}")
+    (run / "final").mkdir()
+    (run / "final/config.json").write_text("{}")
+    refuses(run, f"{run} is a run: its model is {run / 'final'}")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "null", "{}", '{"model_type": 3}'])

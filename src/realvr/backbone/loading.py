@@ -6,6 +6,7 @@ import socket
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -32,7 +33,8 @@ from realvr.families import FAMILIES, MARKERS, Family, Stock, family_of
 from realvr.imaging.processing import ImageProcessor, Limits
 from realvr.imaging.types import Grid
 from realvr.models import DTYPE as NAMED_DTYPE
-from realvr.models import is_named, locate
+from realvr.models import NAMES, is_named, locate
+from realvr.runs import run_models
 from realvr.runs.files import read_json
 from realvr.runs.hashes import changed_weights, record_weights
 
@@ -180,13 +182,13 @@ def read_config(source: str) -> tuple[Any, Family]:
     source = locate(source)
     if not Path(source).exists():
         if _looks_local(source):
-            raise UserError(f"{source} does not exist")
+            raise UserError(run_models.hint(source) or f"{source} does not exist{_meant(source)}")
         _refuse_unreachable(source)
     if Path(source).is_file():
         raise UserError(f"{source} is a file: give the directory of a checkpoint")
     config_file = Path(source) / "config.json"
     if Path(source).is_dir() and not config_file.is_file():
-        raise UserError(f"{source} has no config.json: it is not a checkpoint directory")
+        raise UserError(run_models.hint(source) or f"{source} has no config.json: it is not a checkpoint directory")
     if Path(source).is_dir():
         fields = read_json(config_file, REMEDY)
         _refuse_unsupported(source, fields.get("model_type"))
@@ -374,6 +376,15 @@ def _dtype(name: torch.dtype | str | None) -> torch.dtype | str:
 def _looks_local(source: str) -> bool:
     """A hub id is ``owner/name``; anything else, and anything inside a folder that exists here, is meant as a path."""
     return source.startswith((".", "/", "~")) or source.count("/") != 1 or Path(source).parent.is_dir()
+
+
+def _meant(source: str) -> str:
+    """What a single word that is no directory may have been meant as."""
+    if "/" in source or source.startswith(("~", ".")):
+        return ""
+    close = get_close_matches(source, NAMES, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"; {hint}MODEL is a directory, a hub id (OWNER/NAME) or a packaged model ({', '.join(NAMES)})"
 
 
 def _refuse_unreachable(source: str) -> None:

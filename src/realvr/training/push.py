@@ -14,6 +14,7 @@ from realvr.backbone.model_files import check_complete
 from realvr.errors import UserError
 from realvr.hub.client import LOGIN, api, has_token, reaching
 from realvr.models import is_named, locate
+from realvr.runs import run_models
 from realvr.runs.guard import note
 from realvr.runs.hashes import fingerprint
 from realvr.training.card import TAG, usage
@@ -100,9 +101,7 @@ def model_folder(model: str) -> Path:
     if (folder / FINAL).is_dir():
         return folder / FINAL
     if (folder / SETTINGS).is_file():
-        raise UserError(
-            f"{model} has no {FINAL} model yet: the run is not finished; the command that started it goes on with it"
-        )
+        raise UserError(run_models.unfinished(folder))
     is_state = any(folder.glob("rank-*.json"))
     more = "; a checkpoint of a run is its state, not a model: name the run" if is_state else ""
     raise UserError(f"{model} has no config.json: it is neither a model folder nor a run{more}")

@@ -20,10 +20,11 @@ from typing_extensions import TypedDict
 from realvr.errors import UserError
 from realvr.runs.journal import whole_lines
 from realvr.runs.records import ResultFile, Text
+from realvr.runs.run_models import BEST as BEST
+from realvr.runs.run_models import FINAL as FINAL
+from realvr.runs.run_models import SETTINGS as SETTINGS
 
-METHOD, METRICS, SETTINGS, ENGINE = "method.json", "metrics.jsonl", "settings.yaml", "engine.json"
-FINAL, BEST = "final", "best"
-"""Model folders of a run."""
+METHOD, METRICS, ENGINE = "method.json", "metrics.jsonl", "engine.json"
 AGAIN = "train the model again"
 BASELINE = "lvr-rl"
 """The method that the report compares the others with, unless it is told otherwise."""
