@@ -209,7 +209,11 @@ def test_help_of_a_suite(args: list[str], capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit) as stopped:
         main(["diagnose", *args])
     shown = capsys.readouterr().out
-    assert stopped.value.code == 0 and all(name in shown for name in ("--set", "--card", "--limit", "--against"))
+    assert (
+        stopped.value.code == 0
+        and "usage: realvr diagnose MODEL" in shown
+        and all(name in shown for name in ("--set", "--card", "--limit", "--against"))
+    )
 
 
 def test_what_a_suite_lacks_is_named_and_its_help_is_found(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,9 @@ def test_other_values_are_refused(value: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"method.split_attention: write true, false or auto \(it is .*\)$"):
         load_settings("rl", file)
     file.write_text(yaml.safe_dump(SMALL))
-    with pytest.raises(SystemExit):
+    with pytest.raises(
+        UserError, match=f"--method.split-attention is '{re.escape(value)}': true, false or auto is exp"
+    ):
         load_settings("rl", file, ["--split-attention", value])
 
 

@@ -24,6 +24,7 @@ from realvr.diagnostics.suite import ALL, Outcome, Suite, SuiteOverview, run_sui
 from realvr.errors import UserError
 from realvr.evaluation.tables import wide_console
 from realvr.runs.launching import ProcessFailed
+from realvr.runs.options import parse
 
 INTERRUPTED = 130
 _REQUIRED = "(required)"
@@ -161,7 +162,10 @@ def suite(args: Sequence[str]) -> int:
         ".png; what was skipped and why is in diagnose.json. The same command again continues a run.\n\n"
         f"Tests: {', '.join(DIAGNOSTICS.names())}.\n\n{_EXAMPLES}"
     )
-    settings = tyro.cli(SuiteCommand, prog="realvr diagnose", description=text, args=as_suite(args))
+    prog = (
+        "realvr diagnose" if args[0].startswith("-") else "realvr diagnose MODEL"
+    )  # tyro's usage leaves out a given one
+    settings = parse(SuiteCommand, as_suite(args), prog, text)
     return _guarded(lambda: show_overview(run_suite(settings.suite()), settings), settings)
 
 
@@ -207,7 +211,7 @@ def diagnose(args: Sequence[str]) -> int:
     kind = DIAGNOSTICS.get(args[0])
     text = f"{kind.question} {kind.reading}\n\nNeeds {kind.needs}. The same command again continues a run."
     prog = f"realvr diagnose {kind.name}"
-    settings: Any = tyro.cli(options_of(kind), prog=prog, description=text, args=as_settings(kind, args[1:]))
+    settings: Any = parse(options_of(kind), as_settings(kind, args[1:]), prog, text)
     return _run([kind(settings.own)], settings, "diagnose")
 
 

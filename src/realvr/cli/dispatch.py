@@ -113,12 +113,12 @@ def _run(name: str, args: list[str]) -> int:
     args = getattr(module, command.rewrite)(args) if command.rewrite else args
     if command.raw:
         return int(function(args) or 0)
-    import tyro
+    from realvr.runs.options import parse
 
     text = inspect.getdoc(function) or command.summary  # shown as it stands, examples included
     options = settings_type(function)
     assert options is not None, f"{name} has no settings class"
-    settings = tyro.cli(options, prog=f"realvr {name}", description=text, args=args)
+    settings = parse(options, args, f"realvr {name}", text)
     return int(function(settings) or 0)
 
 

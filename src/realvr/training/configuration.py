@@ -16,6 +16,7 @@ from realvr.backbone.automatic import spelled_out
 from realvr.errors import UserError
 from realvr.registry import place_of
 from realvr.runs.files import write_atomically
+from realvr.runs.options import parse
 from realvr.training import method_settings, packaged
 from realvr.training.settings import (
     BaseSettings,
@@ -263,16 +264,16 @@ def _home(method: type[Method[Any, Any, Any]]) -> str:
 
 
 def _override(kind: str, settings: StageSettings, flags: list[str]) -> StageSettings:
-    """Dotted flags on top of validated settings. A flag that does not exist, or whose value cannot be read, exits with
-    code 2 and a suggestion (tyro's)."""
+    """Dotted flags on top of validated settings. A flag that does not exist exits with code 2 and a suggestion
+    (tyro's)."""
     import tyro
 
-    parsed = tyro.cli(
+    parsed = parse(
         _plain_class(type(settings), type(settings.method)),
+        flags,
+        f"realvr train {kind} CONFIG",
+        type(settings).__doc__,
         default=_plain(settings),
-        args=flags,
-        prog=f"realvr train {kind} CONFIG",
-        description=type(settings).__doc__,
         config=(tyro.conf.AvoidSubcommands,),
     )
     return _validate(type(settings), dataclasses.asdict(parsed), "command line")
