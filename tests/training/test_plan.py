@@ -344,7 +344,18 @@ def test_keys_and_values_and_every_moment_are_shown(capsys: pytest.CaptureFixtur
 def test_help_says_what_a_step_time_is(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
-    assert "The step time is a lower bound" in " ".join(capsys.readouterr().out.split())
+    text = capsys.readouterr().out
+    assert "The step time is a lower bound" in " ".join(text.split()) and "`" not in text
+
+
+def test_memory_alone_is_counted_like_that_of_a_named_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """In GiB, and the text says so: torch reports 79.1 GiB for an H100 of 80 GB."""
+    (named,) = asked(capsys, *BACKBONE, "--gpu", "H100")
+    (alone,) = asked(capsys, *BACKBONE, "--gpu-memory", "79.1")
+    assert alone["room_gib"] == named["room_gib"] == pytest.approx(79.1 * 0.92)
+    assert main(["plan", *BACKBONE, "--gpu-memory", "79.1"]) == 0
+    text = capsys.readouterr().out
+    assert "x GPU of 79.1 GiB\n" in text and "GiB (79.1 GiB less 8% reserve)" in text
 
 
 def test_lora_without_a_number(capsys: pytest.CaptureFixture[str]) -> None:
@@ -455,7 +466,7 @@ def test_every_paper_config_fits_by_its_own_line(capsys: pytest.CaptureFixture[s
         (["--backbone", "Gema-3", "--gpu", "H100"], "did you mean Gemma-3-12B?"),
         (["--backbone", "Gemma", "--gpu", "H300"], "did you mean H200?"),
         (["--backbone", "Gemma", "--gpu", "A100"], "which of A100-80GB, A100-40GB?"),
-        (["--backbone", "Gemma"], "give either --gpu NAME or --gpu-memory GB"),
+        (["--backbone", "Gemma"], "give either --gpu NAME or --gpu-memory GIB"),
         (["--backbone", "Gemma", "--gpu", "H100", "--gpu-memory", "80"], "give either"),
         (["--backbone", "Gemma", "--gpu-memory", "0"], "--gpu-memory is 0"),
         (["--backbone", "Gemma", "--gpu", "H100", "--gpus", "0"], "--gpus is 0: it is at least 1"),

@@ -16,7 +16,7 @@ class DiagnoseSettings:
 
     Args:
         model: Directory of a checkpoint, a hub id, or mini or mini-base (packaged).
-        data: File or folder with samples; for a diagnostic on pairs, samples that share `pair`, with tags view and
+        data: File or folder with samples; for a diagnostic on pairs, samples that share "pair", with tags view and
             edit.
         out: Folder for records and tables.
         limit: At most so many samples; of pairs, so many of each edit.

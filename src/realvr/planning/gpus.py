@@ -45,11 +45,11 @@ def _gpu(name: str, raw: dict[str, Any]) -> Gpu:
 def find_gpu(name: str | None, memory: float | None) -> Gpu:
     """The named GPU, or one of which nothing is known but its memory."""
     if (name is None) == (memory is None):
-        raise UserError(f"give either --gpu NAME or --gpu-memory GB; named ones: {', '.join(known_gpus())}")
+        raise UserError(f"give either --gpu NAME or --gpu-memory GIB; named ones: {', '.join(known_gpus())}")
     if memory is not None:
         if not 0 < memory < 1e5:
-            raise UserError(f"--gpu-memory is {memory:g}: give the memory of one GPU in GB, such as 80")
-        return Gpu(f"GPU of {memory:g} GB", memory)
+            raise UserError(f"--gpu-memory is {memory:g}: give the memory of one GPU in GiB, such as 80")
+        return Gpu(f"GPU of {memory:g} GiB", memory)
     return known_gpus()[one_of(str(name), known_gpus(), "--gpu")]
 
 

@@ -13,14 +13,14 @@ class PlanSettings:
     """A training to plan.
 
     Args:
-        backbone: Backbone of the paper, or the start of its name; ``all`` for a table of all six.
+        backbone: Backbone of the paper, or the start of its name; all for a table of all six.
         gpus: Number of GPUs, one process each.
         gpu: Name of the GPU, or its start: H200, H100, A100-80GB, A100-40GB, MI250X-GCD, B200.
-        gpu_memory: Memory of one GPU in GB, instead of a name. There is no step time then, and the GPU is taken for one
-            of NVIDIA, where fast paths are on (see ``--plain``).
-        engine: Name of an engine, or an engine file, as in ``train``.
-        lora: Rank of LoRA adapters; 0 trains all weights of the decoder. ``--lora`` alone is 16.
-        stage: ``sft`` is Stage 1, ``rl`` Stage 2.
+        gpu_memory: Memory of one GPU in GiB, instead of a name. There is no step time then, and the GPU is taken for
+            one of NVIDIA, where fast paths are on (see --plain).
+        engine: Name of an engine, or an engine file, as in train.
+        lora: Rank of LoRA adapters; 0 trains all weights of the decoder. --lora alone is 16.
+        stage: sft is Stage 1, rl Stage 2.
         batch: Prompts (Stage 1: packed rows) per step over all GPUs. Default: one microbatch per GPU.
         microbatch: Prompts (packed rows) that one GPU passes through the model at a time.
         visual_tokens: Visual tokens of a prompt. Default: the paper's limit, or what the family fixes.
@@ -31,10 +31,10 @@ class PlanSettings:
         answer_tokens: Stage 2: tokens of a completion. Stage 1: learned tokens of a packed row.
         rollout_batch: Stage 2: prompts that one GPU rolls out together. Default: as many of its step as fit.
         evidence: Stage 2: with the evidence loss (ReaLVR), or without (LVR-RL).
-        memory: What is recomputed in the backward pass; Stage 1 knows ``cached`` and the rest.
+        memory: What is recomputed in the backward pass; Stage 1 knows cached and the rest.
         recompute: Stage 2: share of the layers of prompts and completions that are recomputed.
-        plain: Without ``model.fused_layers`` and, in Stage 2, ``split_attention`` and ``recorded_span``, which a run
-            has where ``auto`` switches them on: dense models on NVIDIA GPUs, with an engine that leaves them whole.
+        plain: Without model.fused_layers and, in Stage 2, split_attention and recorded_span, which a run
+            has where auto switches them on: dense models on NVIDIA GPUs, with an engine that leaves them whole.
         master_weights: 32-bit copies of the weights in the optimizer.
         reserve: Share of the memory that is left free: CUDA context, communication buffers, fragmentation.
     """

@@ -22,7 +22,7 @@ def details(plan: Plan) -> str:
         f"memory of one GPU at its fullest moment ({plan.found.moment}), estimate:",
         *_rows(plan.found.parts),
         f"  {'sum':<36} {plan.found.peak / GIB:9.2f} GiB",
-        f"  {'room':<36} {plan.room / GIB:9.2f} GiB ({plan.gpu.memory:g} less {s.reserve:.0%} reserve)",
+        f"  {'room':<36} {plan.room / GIB:9.2f} GiB ({plan.gpu.memory:g} GiB less {s.reserve:.0%} reserve)",
         _verdict(plan),
         "",
         "other moments: "

@@ -3,9 +3,9 @@ what is expected. Options that do not exist keep tyro's message, which suggests 
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 from realvr.errors import UserError
@@ -26,33 +26,30 @@ def parse(options: type[T], args: Sequence[str], prog: str, description: str | N
         return tyro.cli(options, prog=prog, description=description, args=list(args), **more)
 
 
-def _explained(positionals: dict[str, str], args: Sequence[str]) -> contextlib.AbstractContextManager[None]:
-    """Explain what is wrong in our words, where this version of tyro tells us."""
+def _explained(positionals: dict[str, str], args: Sequence[str]) -> AbstractContextManager[None]:
+    """Explain what is wrong in our words, where this version of tyro tells us what it is."""
     try:
-        from tyro._errors import on_parse_error
-    except ImportError:  # an earlier or later one: its own words are not wrong
-        return contextlib.nullcontext()
-    return on_parse_error(_explain(positionals, args))
+        from tyro import _errors as events
+    except ImportError:  # an earlier or a later one: its own words are not wrong
+        return nullcontext()
 
-
-def _explain(positionals: dict[str, str], args: Sequence[str]) -> Callable[[Any], None]:
-    def explain(event: Any) -> None:
+    def explain(event: events.ParseErrorEvent) -> None:
         prog = event.prog.removesuffix(" CONFIG")
         if flag := next((flag for flag in map(_flag, args) if flag in positionals), None):
             name = positionals[flag]
             _refuse(prog, f"{flag} is no option: {name} stands without a flag, {prog} {' '.join(positionals.values())}")
-        kind, argument = type(event).__name__, getattr(event, "argument", None)
-        if argument is None or argument.is_positional():
+        if not isinstance(event, events.BadValue | events.InvalidChoice | events.InstantiationFailure):
             return
-        flags = argument.lowered.name_or_flags
-        name, wanted = flags[0], expected(str(argument.lowered.metavar or ""))
-        if kind == "BadValue" and event.reason == "too_few_values":
-            _refuse(prog, f"{name} needs a value" + (f": {wanted}" if wanted else ""))
-        if kind in ("InvalidChoice", "InstantiationFailure"):
-            given = " ".join(_given(args, flags))
-            _refuse(prog, f"{name} is {given!r}: {wanted or event.message} is expected")
+        if event.argument is None or event.argument.is_positional():
+            return
+        flags, wanted = event.argument.lowered.name_or_flags, expected(event.argument.lowered.metavar or "")
+        if not isinstance(event, events.BadValue):
+            given, why = " ".join(_given(args, flags)), getattr(event, "message", "another value")
+            _refuse(prog, f"{flags[0]} is {given!r}: {wanted or why} is expected")
+        if event.reason == "too_few_values":
+            _refuse(prog, f"{flags[0]} needs a value" + (f": {wanted}" if wanted else ""))
 
-    return explain
+    return events.on_parse_error(explain)
 
 
 def _refuse(prog: str, text: str) -> NoReturn:

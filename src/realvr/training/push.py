@@ -44,7 +44,7 @@ class PushSettings:
         revision: Branch to commit to, made if it does not exist; main by default.
         also: Files or folders to upload beside the model, such as a report.
         latents: Folder of realvr diagnose ... --card: its card goes along, and the model's card links to it. By
-            default the folder `diagnose` beside the model's, which of a run is RUN/diagnose, where that has a card.
+            default the folder diagnose beside the model's, which of a run is RUN/diagnose, where that has a card.
         message: Message of the commit.
         dry_run: Check everything and list the files, without a network.
     """
