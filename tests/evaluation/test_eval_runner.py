@@ -19,6 +19,7 @@ from realvr.errors import UserError
 from realvr.evaluation.ablation import donors
 from realvr.evaluation.questions import Questions, load
 from realvr.evaluation.responder import Plan, Reply, Request
+from realvr.evaluation.run_folder import claim
 from realvr.evaluation.runner import EvalSettings, evaluate
 
 TOTAL = 6 + 10 + 12 + 5
@@ -202,6 +203,14 @@ def test_another_evaluation_is_kept_out(finished: Path, benches: list[Questions]
         evaluate(said, [fewer, *benches[1:]], out)
     with pytest.raises(UserError, match=r"settings.latents was \[3, 0\], now \[3\]"):
         evaluate(said, benches, out, EvalSettings(ablation=False))
+    record = json.loads((out / "eval.json").read_text())
+    first = record | {"responder": record["responder"] | {"path": "runs/a/final", "weights": "2df7"}}
+    (out / "eval.json").write_text(json.dumps(first))
+    for path, words in (("mini", "model was runs/a/final, now mini"), ("runs/a/final", "weights of runs/a/final are")):
+        other = first | {"responder": first["responder"] | {"path": path, "name": "other", "weights": "9c01"}}
+        with pytest.raises(UserError, match=words) as caught:
+            claim(out, other)
+        assert "2df7" not in str(caught.value) and "responder" not in str(caught.value)
     (out / "eval.json").unlink()
     with pytest.raises(UserError, match=r"holds predictions.jsonl without eval.json"):
         evaluate(said, benches, out)

@@ -46,7 +46,8 @@ def _refusal(directory: Path, before: dict[str, Any], after: dict[str, Any]) -> 
     earlier, now = _fixed(before), _fixed(after)
     # Records of earlier versions name no parser and no judge.
     compared = [part for part in _COMPARED if part != "answers" or part in earlier]
-    changes = [line for part in compared for line in differences(earlier.get(part, {}), now.get(part, {}), part)]
+    changes = _other_model(before, after, earlier, now)
+    changes += [line for part in compared for line in differences(earlier.get(part, {}), now.get(part, {}), part)]
     if moved := _renamed(earlier["benches"], now["benches"]):
         old, new = moved
         return f"{directory} holds an evaluation of {old}, which is called {new} now: name another --out"
@@ -56,6 +57,19 @@ def _refusal(directory: Path, before: dict[str, Any], after: dict[str, Any]) -> 
         f"{directory} holds an evaluation made otherwise ({'; '.join(changes[:4])}): name another --out, or give the "
         "same settings to continue it"
     )
+
+
+def _other_model(
+    before: Mapping[str, Any], after: Mapping[str, Any], earlier: dict[str, Any], now: dict[str, Any]
+) -> list[str]:
+    """Another model in words, by its name instead of a hash of its weights, which ``earlier`` and ``now`` then lack."""
+    old, new = ({**record.get("responder", {})} for record in (before, after))
+    if not old.get("weights") or not new.get("weights") or old["weights"] == new["weights"]:
+        return []
+    for record in (earlier, now):
+        del record["responder"]["weights"]
+    was, now_is = (str(one.get("path") or one.get("name")) for one in (old, new))
+    return [f"model was {was}, now {now_is}" if was != now_is else f"the weights of {was} are others now"]
 
 
 def _extend(path: Path, earlier: dict[str, Any], now: dict[str, Any]) -> None:
