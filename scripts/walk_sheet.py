@@ -22,8 +22,8 @@ from realvr.backbone import Backbone
 from realvr.backbone.samples import conversation
 from realvr.data.reading import read
 from realvr.data.sample import Sample, option
-from realvr.evaluation.showing import check_place, save_picture
 from realvr.imaging.drawing import beside, column
+from realvr.imaging.saving import check_place, save_picture
 from realvr.latent.drawing import draw_walk
 from realvr.latent.group_rollout import rollout
 from realvr.latent.sampling import GREEDY

@@ -15,6 +15,7 @@ from realvr.cli import world
 from realvr.data import ReadOptions, read, write
 from realvr.data.detect import detect
 from realvr.errors import UserError
+from realvr.world import making
 from realvr.world.making import layout_path, parse_size
 from realvr.world.splits import SPLITS, Recipe, samples
 
@@ -119,8 +120,8 @@ def test_formats_can_be_chosen(tmp_path):
 def test_recipe_is_kept_and_another_one_refused(tmp_path):
     make(tmp_path, ["mmvp"], count=2, seed=1, workers=1)
     assert json.loads((tmp_path / "mmvp/recipe.json").read_text())["seed"] == 1
-    with pytest.raises(UserError, match="another way"):
-        make(tmp_path, ["mmvp"], count=2, seed=2, workers=1)
+    with pytest.raises(UserError, match=r"another way \(seed was 1, now 2; count was 2, now 3\)"):
+        make(tmp_path, ["mmvp"], count=3, seed=2, workers=1)
     (tmp_path / "blink").mkdir()
     (tmp_path / "blink/notes.txt").write_text("mine")
     with pytest.raises(UserError, match="not empty"):
@@ -157,6 +158,37 @@ def test_show_draws_a_sheet(name, tmp_path):
     assert show(target, name, limit=5, columns=3) == 0
     with Image.open(target) as sheet:
         assert sheet.width == 900 and sheet.height > 400
+
+
+def test_the_sheet_is_what_its_name_says(tmp_path):
+    for name in ("sheet.txt", "sheet"):
+        with pytest.raises(UserError, match=rf"{name}: the name of the picture must end in one of \.png, \.jpg"):
+            show(tmp_path / name, limit=2)
+    with pytest.raises(UserError, match="is a folder: name a file in it"):
+        show(tmp_path, limit=2)
+    assert show(tmp_path / "sheet.jpg", limit=2) == 0
+    assert (tmp_path / "sheet.jpg").read_bytes()[:3] == b"\xff\xd8\xff" and not (tmp_path / "sheet.txt").exists()
+
+
+def test_an_interrupted_split_says_how_it_goes_on(tmp_path, monkeypatch, capsys):
+    """Ctrl-C while pictures are drawn; the same command then makes what an uninterrupted one makes."""
+
+    def stop_after_three(recipe, workers):
+        for number, sample in enumerate(samples(recipe, workers)):
+            if number == 3:
+                raise KeyboardInterrupt
+            yield sample
+
+    with monkeypatch.context() as context:
+        context.setattr(making, "samples", stop_after_three)
+        assert make(tmp_path / "w", ["mmvp"], count=6, workers=1) == 130
+    said = capsys.readouterr().err
+    assert "interrupted; the same command makes what is missing" in said and str(tmp_path / "w") in said
+    with pytest.raises(UserError, match="count was 6, now 2"):
+        make(tmp_path / "w", ["mmvp"], count=2, workers=1)
+    for folder in ("w", "whole"):
+        assert make(tmp_path / folder, ["mmvp"], count=6, workers=1) == 0
+    assert tree(tmp_path / "w") == tree(tmp_path / "whole")
 
 
 def test_unknown_split_and_format_are_named(tmp_path):

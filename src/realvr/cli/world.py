@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from realvr.world import making
 
+INTERRUPTED = 130
 Kinds = Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="(default: the usual ones)")]
 
 
@@ -33,7 +35,13 @@ def make(settings: MakeCommand) -> int:
       realvr world make runs/world --split train-boxes mmvp --seed 1
     """
     table = Table("split", "rows", "files")
-    for made in making.make(settings):
+    try:
+        splits = making.make(settings)
+    except KeyboardInterrupt:
+        again = "the same command makes what is missing or cut short again; other settings need another folder"
+        print(f"realvr: interrupted; {again} than {settings.out}", file=sys.stderr)
+        return INTERRUPTED
+    for made in splits:
         table.add_row(
             made.split, f"{made.rows:,}", ", ".join(str(file.relative_to(settings.out)) for file in made.files)
         )
@@ -45,7 +53,7 @@ def make(settings: MakeCommand) -> int:
 class ShowCommand(making.ShowSettings):
     """Options of ``realvr world show``."""
 
-    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PNG", help_behavior_hint="(required)")]
+    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PICTURE", help_behavior_hint="(required)")]
     kinds: Kinds = ()
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from realvr.answers import JUDGE, PARSERS, equal
 from realvr.errors import UserError
 from realvr.evaluation.putting import Put, parse_puts
-from realvr.evaluation.showing import Drawn, check_place, save_walks, walk_rows
+from realvr.evaluation.showing import Drawn, save_walks, walk_rows
+from realvr.imaging.saving import check_place
 from realvr.latent.steps import check_steps
 from realvr.runs.guard import note
 from realvr.runs.progress import busy
@@ -104,7 +105,7 @@ class AskSettings:
             raise UserError("--show draws latents, and --latents 0 asks for none: leave one of the two out")
         if not self.what[:-1]:
             raise UserError('--show draws on a picture, and none is given: realvr ask MODEL IMAGE… "QUESTION"')
-        check_place(show)
+        check_place(show, "--show")
 
 
 def ask(settings: AskSettings) -> dict[str, Any]:

@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import io
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from realvr.errors import UserError
-from realvr.runs.files import write_atomically
+from realvr.imaging.saving import save_picture
 
 if TYPE_CHECKING:
     from PIL import Image
 
     from realvr.latent.walk import Walk
-
-FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
-
-
-def check_place(path: Path, option: str = "--show") -> None:
-    """Refuse a file that cannot be written before a model is read; its folder is made where it is missing."""
-    if path.is_dir():
-        raise UserError(f"{option} {path} is a folder: name a file in it")
-    if path.suffix.lower() not in FORMATS:
-        known = ", ".join(FORMATS)
-        raise UserError(f"{option} {path}: the name of the picture must end in one of {known}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        why = "a file is where a folder should be" if isinstance(error, FileExistsError) else error.strerror or error
-        raise UserError(f"{option} {path}: its folder cannot be made ({why}); choose another place") from None
-    if not os.access(path.parent, os.W_OK):
-        raise UserError(f"{option} {path}: {path.parent} cannot be written to; choose another place")
 
 
 @dataclass(frozen=True)
@@ -43,13 +22,6 @@ class Drawn:
     walk: Walk
     answer: str
     put: Mapping[int, str]
-
-
-def save_picture(path: Path, picture: Image.Image) -> None:
-    """The picture in the format of its suffix, whole or not at all."""
-    target = io.BytesIO()
-    picture.save(target, FORMATS[path.suffix.lower()], quality=92)
-    write_atomically(path, target.getvalue())
 
 
 def save_walks(path: Path, pictures: Sequence[Image.Image], question: str, walks: Sequence[Drawn]) -> None:

@@ -13,6 +13,8 @@ from realvr.data.export import write
 from realvr.data.reading import read
 from realvr.data.sample import Sample
 from realvr.errors import UserError
+from realvr.imaging.saving import check_place, save_picture
+from realvr.runs.files import differences
 from realvr.runs.folder import RunFolder, open_run_folder
 from realvr.runs.progress import Bar
 from realvr.world.benchmarks import Resize
@@ -93,7 +95,7 @@ class ShowSettings:
     """What to put on a contact sheet.
 
     Args:
-        out: PNG file to write.
+        out: Picture to write (.png, .jpg, .webp).
         split: Name of a split.
         size: Canvas in pixels, as for make.
         seed: As for make: the same examples.
@@ -177,11 +179,11 @@ def show(settings: ShowSettings) -> int:
     """Draw the first examples of a split; returns how many there are."""
     if settings.limit < 1 or settings.columns < 1:
         raise UserError(f"limit {settings.limit} and columns {settings.columns} must be at least 1")
-    chosen = list(itertools.islice(_spread(_recipe(settings.split, settings, None)), settings.limit))
     path = Path(settings.out)
+    check_place(path)
+    chosen = list(itertools.islice(_spread(_recipe(settings.split, settings, None)), settings.limit))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        contact_sheet(chosen, settings.columns).save(path, "PNG", optimize=True)
+        save_picture(path, contact_sheet(chosen, settings.columns), optimize=True)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be written ({error})") from None
     return len(chosen)
@@ -210,13 +212,21 @@ def layout_path(split: str, folder: Path) -> Path:
 
 def _claim(folder: RunFolder, recipe: Recipe) -> None:
     """Refuse to mix two recipes in one folder; remember this one."""
-    path, note = folder.path, folder.path / RECIPE
+    path = folder.path
     folder.refuse_foreign(RECIPE, f"{path} is not empty and not one of ours; name another folder")
-    other = f"{path} holds the split made another way (see {note}); name another folder or remove it"
     said = asdict(recipe)
     if not recipe.of_trails:  # as folders of these splits say that were made before there were trails
         del said["trail"]
-    folder.claim(RECIPE, said, lambda before, now: None if before == now else other)
+
+    def refusal(before: dict[str, Any], now: dict[str, Any]) -> str | None:
+        changes = "; ".join(differences(before, now)[:4])
+        return (
+            f"{path} holds the split made another way ({changes}); name another folder or remove it"
+            if changes
+            else None
+        )
+
+    folder.claim(RECIPE, said, refusal)
 
 
 def _counted(made: Iterator[Sample], title: str, total: int | None) -> Iterator[Sample]:
