@@ -67,9 +67,20 @@ def test_check_counts(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_check_exit_codes(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check([tmp_path / "nothing.json"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("realvr: error: ") and "no such file" in line
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    for paths, words in (
+        ([tmp_path / "nothing.json"], "no such file"),
+        ([empty], "empty.jsonl"),
+        ([], "no file named"),
+    ):
+        assert check(paths) == 2
+        captured = capsys.readouterr()
+        (line,) = captured.err.splitlines()
+        assert line.startswith("realvr: error: ") and words in line and captured.out == ""
+    assert check([file, tmp_path / "nothing.json"]) == 2
+    captured = capsys.readouterr()
+    assert "nothing.json" in captured.err and "nothing.json" not in captured.out and "x.jsonl" in captured.out
     assert check([file, tmp_path]) == 2, "one unreadable input is enough, the others are still read"
     captured = capsys.readouterr()
     assert "folder" in captured.err and "x.jsonl" in captured.out

@@ -64,11 +64,15 @@ def check(settings: CheckCommand) -> int:
 
 
 def _print_check(result: dict[str, Any]) -> None:
+    """Tables of what was read; an input of which nothing could be read has only its error."""
+    read = [entry for entry in result["files"] if "error" not in entry or entry["rows"]]
+    if not read:
+        return
     console = Console(highlight=False)
     table = Table()
     for name in ("input", "format", "rows", "ok", "dropped"):
         table.add_column(name, overflow="fold", justify="left" if name in ("input", "format") else "right")
-    for entry in result["files"]:
+    for entry in read:
         lost = sum(entry["dropped"].values())
         table.add_row(
             escape(entry["path"]), entry.get("format", "?"), f"{entry['rows']:,}", f"{entry['ok']:,}", f"{lost:,}"
