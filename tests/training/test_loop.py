@@ -76,6 +76,8 @@ def test_steps_below_those_done_are_refused_and_nothing_is_rewritten(unfinished:
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files} == before
     assert (tmp_path / "final").exists() is not unfinished
     assert run(out=str(tmp_path), steps=8) == 0
+    card = (tmp_path / "final/README.md").read_text()
+    assert not [name for name in ("time", "seconds", "prepare_s") if f"| {name} |" in card] and "| loss |" in card
     assert len(lines(tmp_path)) == 8 and "steps: 8" in (tmp_path / "final/README.md").read_text()
 
 

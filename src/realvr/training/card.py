@@ -12,13 +12,16 @@ import yaml
 from realvr.models import is_named
 
 TAG = "realvr"
+BOOKKEEPING = ("time", "seconds", "prepare_s", "data/drawn")
+"""What a line of ``metrics.jsonl`` says about the run and not about the model: the card leaves it out."""
 
 
 def card(title: str, base: str, folder: str, settings_yaml: str, metrics: dict[str, Any], tags: Iterable[str]) -> str:
     """Markdown with the front matter that model hubs read. ``base`` is what `base_model` returns, ``folder`` where the
     model lies."""
     front = {"library_name": "transformers", "base_model": base, "tags": list(tags)}
-    rows = [f"| {name} | {f'{value:.6g}' if isinstance(value, float) else value} |" for name, value in metrics.items()]
+    shown = {name: value for name, value in metrics.items() if name not in BOOKKEEPING}
+    rows = [f"| {name} | {f'{value:.6g}' if isinstance(value, float) else value} |" for name, value in shown.items()]
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
         f"# {title}",
