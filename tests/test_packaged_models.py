@@ -149,6 +149,17 @@ def test_the_packaged_models_after_stage_one_answer_single_questions(name: str) 
     assert right > 0.8 and read > 0.97, (right, read)
 
 
+def test_help_names_every_packaged_model() -> None:
+    """Wherever help says what a MODEL may be."""
+    from realvr.diagnostics.settings import DiagnoseSettings
+    from realvr.evaluation.ask import AskSettings
+    from realvr.evaluation.settings import EvaluateSettings
+
+    for options in (AskSettings, EvaluateSettings, DiagnoseSettings):
+        text = " ".join((options.__doc__ or "").split())
+        assert f"packaged model: {', '.join(models.NAMES)}." in text.replace("models:", "model:"), options
+
+
 def test_the_packaged_model_follows_trails_by_its_latents_alone() -> None:
     """Own latents 98 % of 700; the mean, another's and noise: 23 to 27 %, where guessing gives 25 %."""
     fresh = list(samples(Recipe("trails", seed=13, count=140)))

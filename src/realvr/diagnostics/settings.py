@@ -15,7 +15,7 @@ class DiagnoseSettings:
     """Model, data and folder of a run.
 
     Args:
-        model: Directory of a checkpoint, a hub id, or mini or mini-base (packaged).
+        model: Directory of a checkpoint, a hub id, or a packaged model: mini, mini-base, mini-direct, mini-short.
         data: File or folder with samples; for a diagnostic on pairs, samples that share "pair", with tags view and
             edit.
         out: Folder for records and tables.

@@ -33,7 +33,7 @@ class AskSettings:
     """Model, images and question, and how the answer is decoded.
 
     Args:
-        model: Directory of a checkpoint, a hub id, or mini or mini-base (packaged).
+        model: Directory of a checkpoint, a hub id, or a packaged model: mini, mini-base, mini-direct, mini-short.
         what: Image files, then the question.
         latents: Number of latent slots K; by default the K the checkpoint was trained with. 0 decodes without a span.
         instruction: Text added after the question; give an empty string to ask the bare question.

@@ -23,7 +23,7 @@ class EvaluateSettings:
     """Checkpoints, benchmarks, and how questions are asked.
 
     Args:
-        models: Directories of checkpoints, hub ids, or mini or mini-base (packaged).
+        models: Directories of checkpoints, hub ids, or packaged models: mini, mini-base, mini-direct, mini-short.
         out: Folder for predictions.jsonl, eval.json, latents and summary.json, .md, .csv.
         bench: A benchmark of realvr benchmarks, or a name of your own, and where its files are. Files that realvr world
             make wrote are called mini-NAME. May be repeated.
