@@ -140,7 +140,9 @@ def test_the_command_writes_records_tables_and_settings(
     before = (out / "counterfactual.jsonl").read_bytes()
     assert call(small, data, "--out", out, "--limit", "1", "--batch", "3") == 0
     assert (out / "counterfactual.jsonl").read_bytes() == before  # nothing was asked twice
-    capsys.readouterr()
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(f" {name}" in shown for name in ("C: pairs whose", "U: the others", "A0, A1: right", "change: both"))
+    assert "intervals are in the CSV" in shown and "C: pairs whose" in (out / "counterfactual.md").read_text()
     assert call(small, data, "--out", out, "--limit", "2") == 2
     assert "holds results with other settings (pairs was 4, now 8" in capsys.readouterr().err
 

@@ -50,6 +50,7 @@ def test_two_models_side_by_side(model: Path, pairs: Path, tmp_path: Path, capsy
         == 0
     )
     shown = capsys.readouterr()
+    assert f"note: tiny-2: {model}" in shown.err and "note: mini-direct: mini-direct" not in shown.err
     assert "walk skipped: mini-direct has no latent span (K = 0)" in shown.err
     assert "realvr report" in shown.out and "skipped" in shown.out
     overview = json.loads((out / "diagnose.json").read_text())

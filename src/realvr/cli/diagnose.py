@@ -297,7 +297,9 @@ def _run(diagnostics: Sequence[Diagnostic], settings: DiagnoseCommand, verb: str
     def measure() -> None:
         summaries = run(diagnostics, settings_of(settings), verb)
         if diagnostics[0].name in summaries:
-            _show(*diagnostics[0].table(summaries[diagnostics[0].name], settings.model), settings)
+            _show(
+                *diagnostics[0].table(summaries[diagnostics[0].name], settings.model), settings, diagnostics[0].legend
+            )
 
     return _guarded(measure, settings)
 
@@ -314,7 +316,7 @@ def _guarded(work: Callable[[], None], settings: DiagnoseSettings) -> int:
     return 0
 
 
-def _show(header: Sequence[str], rows: Sequence[Sequence[str]], settings: DiagnoseCommand) -> None:
+def _show(header: Sequence[str], rows: Sequence[Sequence[str]], settings: DiagnoseCommand, legend: str) -> None:
     console = wide_console()
     table = Table(title=settings.model)
     for place, name in enumerate(header):
@@ -323,4 +325,6 @@ def _show(header: Sequence[str], rows: Sequence[Sequence[str]], settings: Diagno
     for row in rows:
         table.add_row(*row)
     console.print(table)
+    if legend:
+        console.print(legend, highlight=False, soft_wrap=True)
     console.print(f"written to {settings.out}", highlight=False, soft_wrap=True)

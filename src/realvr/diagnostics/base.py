@@ -75,6 +75,8 @@ class Diagnostic(Generic[S]):
     """What produces its results; by default ``realvr diagnose NAME MODEL DATA --out DIR``."""
     unit: ClassVar[str] = "questions"
     """What n counts, in messages."""
+    legend: ClassVar[str] = ""
+    """What the columns of its table are, printed under it; for a table whose heads do not say it."""
     order: ClassVar[int] = 1000
     """Place in lists and in the report; then by name."""
     examples: ClassVar[tuple[int, int]] = (100, 1000)

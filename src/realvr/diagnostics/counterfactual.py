@@ -117,6 +117,7 @@ class Counterfactual(Diagnostic[CounterfactualSettings]):
     name = "counterfactual"
     title = "Counterfactual pairs"
     question = "Does the answer follow an edit of the picture?"
+    legend = counterfactual_summary.LEGEND
     reading = (
         "|C|: pairs whose right answer changes, |U|: the others. Over C: A₀ and A₁ (original and edited view right), "
         "change (another answer to the edited view), strict flip (both right). Over U: false flip (another answer "

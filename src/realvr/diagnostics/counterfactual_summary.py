@@ -155,6 +155,13 @@ def table_rows(summary: dict[str, Any]) -> list[list[str]]:
 
 
 HEADER = ["protocol", "edit", "C / U", *RATES.values()]
+LEGEND = (
+    "Percent, counts in parentheses. C: pairs whose right answer the edit changes, U: the others. A0, A1: right on the "
+    "original and on the edited picture. change: both answers can be read and differ; correct flip: both are right; "
+    "false flip: a change in U. A0, A1, change and correct flip are over C, false flip over U, parsed over all views; "
+    "macro is the mean over edits. 95 % intervals are in the CSV and JSON files."
+)
+"""What the columns are."""
 
 
 def csv_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
@@ -175,10 +182,7 @@ def csv_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
 def report(summary: dict[str, Any], title: str) -> str:
     """The whole summary in Markdown."""
     parts = [f"# Paired counterfactual behavior: {title}\n", markdown(HEADER, table_rows(summary))]
-    parts.append(
-        "Percent, counts in parentheses. A0, A1, change and correct flip are over C, false flip over U, parsed over "
-        "all views; macro is the mean over edits. Intervals are in the CSV and JSON files.\n"
-    )
+    parts.append(f"{LEGEND}\n")
     names = ["protocol", "edit", *DIAGNOSTIC_RATES.values()]
     rows = [
         [name, edit, *(percent(row[key]) for key in DIAGNOSTIC_RATES)]

@@ -147,7 +147,7 @@ def run_suite(suite: Suite) -> SuiteOverview | None:
     paths = (str(suite.run.model), *suite.against)
     for (name, folder), path in zip(suite.folders.items(), paths, strict=True):
         one = replace(suite, run=replace(suite.run, model=path, out=folder), against=())
-        if len(paths) > 1 and Ranks.from_environment().rank == 0:
+        if len(paths) > 1 and name != path and Ranks.from_environment().rank == 0:
             note(f"{name}: {path}")
         if suite.run.processes > 1:
             launch(["-m", "realvr.diagnostics.worker", one.to_json()], suite.run.processes)
