@@ -45,6 +45,7 @@ def test_too_many_unreadable_rows_stop_the_run(
     config = str(config_file(configure(kind, trained, data, out), tmp_path / "config.yaml"))
     assert main(["train", kind, config]) == 2
     said = capsys.readouterr().err
+    assert said.count("9 of 159 rows usable") == 1, "in the error, and not in a line before it"
     assert "9 of 159 rows usable" in said and "150 box_in_pixels" in said and "row 10" in said
     for way in ("--data.sources.0.boxes pixels", f"realvr data check {data} --quarantine", "--data.max-dropped 0.95"):
         assert way in said

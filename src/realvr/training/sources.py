@@ -94,12 +94,14 @@ def training_data(settings: TrainSettings, ranks: Ranks) -> TrainingData:
         kept[name], found = census.count(source.path, samples, report, missing)
         weights[name] = source.weight
         counted.append(found)
-    if first:
-        for found in counted:
-            print(f"data: {found.line()}", file=sys.stderr, flush=True)
+    refused: UserError | None = None
     for number, (source, found) in enumerate(zip(data.sources, counted, strict=True)):
-        if source.weight > 0:
-            _refuse_losses(source, found, number, data.max_dropped)
+        why = _why_refused(source, found, number, data.max_dropped) if source.weight > 0 and not refused else None
+        refused = refused or why
+        if first and why is None:  # the error has the line of its source
+            print(f"data: {found.line()}", file=sys.stderr, flush=True)
+    if refused:
+        raise refused
     files = [path for _, _, report in lists for path in report.files if path.is_file()] if first else []
     files += [Path(source.path) for source in data.sources if first and Path(source.path).is_file()]
     hashes = census.hash_files(list(dict.fromkeys(files)), _known_hashes(settings.run.out))
@@ -119,11 +121,11 @@ def _same_commits(sources: Sequence[SourceSettings], ranks: Ranks) -> None:
             raise UserError(f"{name} was changed while the run was starting: start again, or name a revision with @")
 
 
-def _refuse_losses(source: SourceSettings, found: SourceCensus, number: int, most: float) -> None:
-    """Stop where a source loses more rows than allowed, or all of them, or a whole file that it lists."""
+def _why_refused(source: SourceSettings, found: SourceCensus, number: int, most: float) -> UserError | None:
+    """The error of a source that loses more rows than allowed, or all of them, or a whole file that it lists."""
     why = census.too_much_lost(found.rows, found.usable, found.dropped, most, "data.max_dropped")
     if why is None:
-        return
+        return None
     worst = max(found.dropped, key=lambda reason: found.dropped[reason], default=None)
     lost_file = next((reason for reason in found.dropped if reason in reasons.LISTED_FILE_LOST), None)
     shown = lost_file or worst
@@ -132,7 +134,7 @@ def _refuse_losses(source: SourceSettings, found: SourceCensus, number: int, mos
     ways.append(f"`{check_command(source)}` lists every dropped row")
     if found.usable:
         ways.append(f"--data.max-dropped {1 if lost_file else above(found.dropped_share)} trains on the others")
-    raise UserError(f"{found.line()}{where}: {why}. {'; '.join(ways)}")
+    return UserError(f"{found.line()}{where}: {why}. {'; '.join(ways)}")
 
 
 def check_command(source: SourceSettings) -> str:

@@ -129,7 +129,7 @@ def read_engine(engine: str, configs: dict[str, type[EngineSettings]]) -> Engine
         other = next((FOREIGN[key] for key in raw if key in FOREIGN), "") if isinstance(raw, dict) else ""
         seen = f"this is {other}" if other and kind is None else f"type is {kind!r}"
         raise UserError(
-            f"{path}: {seen}, not an engine file: its first line is 'type: {'|'.join(configs)}' "
+            f"{path}: {seen}, not an engine file: it has a line 'type: {'|'.join(configs)}' "
             f"(examples in {ENGINE_FOLDER})"
         )
     config = configs[kind]
