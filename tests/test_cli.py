@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from PIL import Image
 
 from realvr.backbone import Backbone
 from realvr.cli import COMMANDS, main
+from realvr.cli.dispatch import settings_type
 
 
 def run(*args: str | Path, code: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -59,6 +61,22 @@ def test_each_command_explains_itself_without_heavy_imports(name: str) -> None:
     done = run(code=code)
     assert done.returncode == 0, done.stderr
     assert f"realvr {name}" in done.stdout.split("Examples:")[1]
+
+
+@pytest.mark.parametrize("name", [name for name, one in COMMANDS.items() if not one.raw])
+def test_help_is_whole_sentences(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """No backticks, no default that is nothing, and no line broken where tyro keeps one: before a dash or a digit."""
+    with pytest.raises(SystemExit):
+        main([*name.split(), "--help"])
+    text = capsys.readouterr().out
+    options = text.split("Examples:")[1]
+    assert "`" not in options and "(default: )" not in options
+    command = COMMANDS[name]
+    kind = settings_type(getattr(importlib.import_module(command.module), command.function))
+    assert kind is not None
+    for described in kind.__mro__:
+        for line in (described.__doc__ or "").partition("Args:")[2].splitlines():
+            assert not line.startswith(" " * 12) or line.strip()[0].isalpha(), f"{described.__name__}: {line}"
 
 
 def test_env_reports_versions_devices_and_engines() -> None:

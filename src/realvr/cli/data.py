@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from realvr.cli.arguments import Columns
 from realvr.data import checking, conversion, reasons, showing
 from realvr.data.readers.jsonl import to_json
 from realvr.errors import UserError
@@ -40,6 +41,7 @@ class CheckCommand(checking.CheckSettings):
     """
 
     paths: Annotated[tyro.conf.Positional[list[Path]], tyro.conf.arg(metavar="PATH", help_behavior_hint="(required)")]
+    columns: Columns = ()
     json: bool = False
 
 
@@ -127,6 +129,7 @@ class ShowCommand(showing.ShowSettings):
     """
 
     path: Input
+    columns: Columns = ()
     json: bool = False
     model: str | None = None
 
@@ -180,6 +183,7 @@ class ExportCommand(conversion.ExportSettings):
 
     path: Input
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT", help_behavior_hint="(required)")]
+    columns: Columns = ()
 
 
 def export(settings: ExportCommand) -> int:

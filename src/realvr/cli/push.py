@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from realvr.cli.arguments import NONE
 from realvr.training.push import PushSettings
 from realvr.training.push import push as push_model
 
@@ -17,6 +20,7 @@ class PushCommand(PushSettings):
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN|MODEL")]
     repo: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OWNER/NAME")]
+    also: Annotated[Sequence[Path], tyro.conf.arg(help_behavior_hint=NONE)] = ()
 
 
 def push(settings: PushCommand) -> int:

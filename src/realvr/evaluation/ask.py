@@ -50,8 +50,8 @@ class AskSettings:
             tokens, counted from 1) or STEP=x0,y0,x1,y1 (a box in fractions); of several pictures, STEP=IMAGE:ROW,COL.
             May be repeated; the recurrence goes on from what was put.
         expected: The right answer. Also print whether the judge of evaluations finds the printed answer equal to it.
-        show: Draw the walk of the latents into this picture (.png, .jpg, .webp): the visual token nearest to each. With
-            --put, the walk with what was put stands beside it.
+        show: Draw the walk of the latents into this picture (.png, .jpg, .webp): the visual token nearest to each. The
+            walk with what --put has put stands beside it.
     """
 
     model: str | Path

@@ -64,7 +64,7 @@ class ModelSettings(Section):
     """The model to start from."""
 
     path: str
-    """Checkpoint to start from: a directory, a hub id, or a packaged model (mini, mini-base, mini-direct, mini-short)."""
+    """Start: a directory, a hub id, or a packaged model (mini, mini-base, mini-direct, mini-short)."""
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     """Type of the weights and of the computation. With 16-bit types see also ``optim.master_weights``."""
     tf32: bool = False
