@@ -382,8 +382,7 @@ def _meant(source: str) -> str:
     """What a single word that is no directory may have been meant as."""
     if "/" in source or source.startswith(("~", ".")):
         return ""
-    close = get_close_matches(source, NAMES, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
+    hint = "".join(f"did you mean {name}? " for name in get_close_matches(source, NAMES, n=1))
     return f"; {hint}MODEL is a directory, a hub id (OWNER/NAME) or a packaged model ({', '.join(NAMES)})"
 
 

@@ -1,4 +1,4 @@
-"""Options of a verb from a command line. What is wrong with a value is said in one line: the option, the value, and
+"""Options of a verb from a command line. A value that cannot be read is refused in one line: the option, the value, and
 what is expected. Options that do not exist keep tyro's message, which suggests others. No torch."""
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def _explained(positionals: dict[str, str], args: Sequence[str]) -> AbstractCont
     """Explain what is wrong in our words, where this version of tyro tells us what it is."""
     try:
         from tyro import _errors as events
-    except ImportError:  # an earlier or a later one: its own words are not wrong
+
+        listen, refused = events.on_parse_error, (events.BadValue, events.InvalidChoice, events.InstantiationFailure)
+    except (ImportError, AttributeError):  # an earlier or a later one: its own words are not wrong
         return nullcontext()
 
     def explain(event: events.ParseErrorEvent) -> None:
@@ -38,7 +40,7 @@ def _explained(positionals: dict[str, str], args: Sequence[str]) -> AbstractCont
         if flag := next((flag for flag in map(_flag, args) if flag in positionals), None):
             name = positionals[flag]
             _refuse(prog, f"{flag} is no option: {name} stands without a flag, {prog} {' '.join(positionals.values())}")
-        if not isinstance(event, events.BadValue | events.InvalidChoice | events.InstantiationFailure):
+        if not isinstance(event, refused):
             return
         if event.argument is None or event.argument.is_positional():
             return
@@ -49,7 +51,7 @@ def _explained(positionals: dict[str, str], args: Sequence[str]) -> AbstractCont
         if event.reason == "too_few_values":
             _refuse(prog, f"{flags[0]} needs a value" + (f": {wanted}" if wanted else ""))
 
-    return events.on_parse_error(explain)
+    return listen(explain)
 
 
 def _refuse(prog: str, text: str) -> NoReturn:
