@@ -16,7 +16,7 @@ from torch import Tensor
 
 import op_tape
 from realvr.backbone import Backbone, Prompt, flash_checks
-from realvr.backbone.kernel_checks import Noise
+from realvr.backbone.noise import Noise
 from realvr.latent import score, trajectory, trial
 from realvr.latent.modes import COLUMNS
 from realvr.latent.recorded_span import RecordedSpan

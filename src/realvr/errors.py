@@ -49,7 +49,7 @@ likely to be a mistake of ours."""
 
 _NO_MEMORY = re.compile(
     r"can't allocate memory|cannot allocate memory|not enough memory|out of memory|bad_alloc|bad allocation"
-    r"|can't start new thread|DefaultCPUAllocator|could not create a primitive",
+    r"|can't start new thread|DefaultCPUAllocator|could not create a primitive|_STATUS_ALLOC_FAILED",
     re.IGNORECASE,
 )
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how libraries written in Rust report it

@@ -81,7 +81,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Where]:
     """Where a model would be whose tensors say that they are on an H200, and that flash attention is there in 16
     bits."""
 
-    def find(backbone: Backbone, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Where:
+    def find(backbone: Backbone, dtype: torch.dtype = torch.bfloat16, wrong: str = "", **changes: Any) -> Where:
         facts = {
             "device": torch.device("cuda", 0),
             "devices": [torch.device("cuda", 0)],
@@ -98,7 +98,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Where]:
             changed.setattr(torch, "empty", empty)
             changed.setattr(packed_attention, "_recent", lambda device: True)
             changed.setattr(packed_attention, "_varlen", lambda: (empty, frozenset()))
-            changed.setattr(flash_checks, "packs", lambda query: True)
+            for name in ("merges", "packs"):
+                changed.setattr(flash_checks, name, lambda query, name=name: name != wrong)
             return Where.of(SimpleNamespace(**facts | changes))  # type: ignore[arg-type]
 
     return find
@@ -113,6 +114,8 @@ def test_a_model_on_a_gpu(backbone: Backbone, family: str, pretended: Callable[.
     assert on(pretended(backbone, whole=False)) == in_parts
     assert on(pretended(backbone, devices=[torch.device("cuda", 0), torch.device("cuda", 1)])) == in_parts
     assert on(pretended(backbone, device=torch.device("cpu"))) == set()
+    assert on(pretended(backbone, wrong="merges")) == narrow - {"split_attention"}
+    assert on(pretended(backbone, wrong="packs")) == narrow - {"variable_length"}
 
 
 def test_an_amd_gpu_is_none_of_those(

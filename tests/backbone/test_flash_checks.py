@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +17,14 @@ import torch
 from torch import Tensor
 
 from gpu_flash import Gpu, OnGpu
+from pair import gradients, relative
 from realvr.backbone import flash_checks, packed_attention, split_attention
-from realvr.backbone.kernel_checks import Noise
+from realvr.backbone.noise import Noise
 from realvr.backbone.notices import notice_once
 from realvr.backbone.span_attention import Trunk
 from realvr.backbone.split_attention import Split
+from realvr.latent import prefill, score
+from span_cases import batch_of, exact_backbone, value
 
 DENSE, SEQUENCES = "_scaled_dot_product_flash_attention", "_flash_attention_forward"
 WIDTH = 16
@@ -141,6 +145,35 @@ def test_it_is_not_used_where_it_fails(where: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(flash_checks, "_merged_gap", lambda *_: float("nan"))
     with pytest.warns(UserWarning, match="nan apart"):
         assert not used.takes(OnGpu(torch.bfloat16), None)
+
+
+@pytest.mark.parametrize("what", ["replay", "span"])
+def test_a_first_use_inside_a_checkpointed_layer(
+    what: str, build_tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint counts what is saved inside it, and the layer is run again with the answer known."""
+    for kind in (Split, Trunk):
+        monkeypatch.setattr(kind, "takes", lambda self, query, window: flash_checks.merges(query))
+    backbone = exact_backbone(build_tiny("qwen2.5-vl"), tmp_path / "model")
+    batch = batch_of(backbone)
+
+    def gradient(split: bool) -> dict[str, Tensor]:
+        if what == "span":
+            return gradients(backbone.model, value(backbone, batch, 2, None, split=split, memory="checkpointed"))
+        prompt, _ = prefill(backbone, batch, checkpointed=1.0)
+        ids = torch.randint(5, 200, (2, 2, 4), generator=torch.Generator().manual_seed(2))
+        logp, _, _ = score(backbone, prompt, ids, split=split, checkpointed=1.0)
+        return gradients(backbone.model, logp.sum())
+
+    assert relative(gradient(True), gradient(False)) <= 1e-9
+    assert flash_checks._agrees.cache_info().misses == 1
+    assert flash_checks.merges(torch.empty(0, backbone.decoder.layers[0].self_attn.head_dim, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu")])
+def test_whatever_the_caller_is_in(mode: Any) -> None:
+    with mode():
+        assert flash_checks.merges(torch.empty(0, WIDTH, dtype=torch.float64))
 
 
 def test_nothing_is_compared_while_a_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import op_tape
 from pretend_cuda import Machine
 from realvr.backbone import Backbone, loading
 from realvr.latent import graphs, room
-from realvr.latent.trial import Trial
+from realvr.latent.trial import Made, Trial
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def counting() -> tuple[torch.Tensor, Callable[[], None]]:
 
 def counted(count: torch.Tensor) -> Trial:
     """That a replay counts on, as the step does."""
-    return Trial(lambda: [[count]], lambda: None, 0.0)
+    return Trial(lambda: Made([], [count]), lambda: None, 0.0)
 
 
 def test_everything_is_on_the_device_of_the_model(machine: Machine) -> None:

@@ -355,6 +355,16 @@ def test_rows_move_between_recorded_steps(one: Backbone, monkeypatch: pytest.Mon
     assert fast.counts["recorded"] <= 1 + 4  # one latent step, and one of decoding for each number of rows
 
 
+def test_prompts_that_end_at_the_last_token_do_not_move(one: Backbone) -> None:
+    """No step would run in the smaller buffers, and to record one there would ask for a token behind their end."""
+    state, _ = prefill(one, one.batch([one.prompt(ask(0))] * 4))
+    for limit in (5, 6, 7):
+        fast = small(one, tokens=8, compact=1, every=2, ahead=1, recorded=True, record=op_tape.record)
+        with torch.no_grad():
+            found = fast.decode(state, 1, Sampling(temperature=0.0, max_new=8, stop=None), limits=[limit] * 3 + [8])
+        assert [len(completion.ids) for row in found for completion in row] == [limit] * 3 + [8]
+
+
 def test_a_step_that_cannot_be_recorded_runs_eagerly(one: Backbone) -> None:
     def fails(step: Any, reset: Any) -> Any:
         step()

@@ -48,6 +48,8 @@ class Where:
     """On one device, and nothing of it elsewhere. Several processes with a model each are as many such places."""
     packs: bool = True
     """Whether packed rows can be attended example by example in one kernel: torch has it, and no image needs a mask."""
+    merges: bool = True
+    """Whether its flash attention can be merged out of parts."""
     bfloat16: bool = True
     """The format of the model."""
 
@@ -56,6 +58,7 @@ class Where:
         """That of a loaded model."""
         import torch
 
+        from realvr.backbone import flash_checks
         from realvr.backbone.packed_attention import has_flash, has_varlen
 
         head = getattr(backbone.decoder.layers[0].self_attn, "head_dim", 0)
@@ -63,6 +66,7 @@ class Where:
         return cls(
             cuda=backbone.device.type == "cuda" and torch.version.hip is None,
             flash=has_flash(query),
+            merges=has_flash(query) and flash_checks.merges(query),
             dense=not any(".experts." in name for name, _ in backbone.decoder.named_parameters()),
             whole=backbone.whole and len(backbone.devices) == 1,
             packs=has_varlen(query) and not backbone.two_way_images,
@@ -73,7 +77,7 @@ class Where:
         """Whether the fast path of this setting is on here by itself."""
         needed = {
             "kernels": self.bfloat16,
-            "split_attention": self.whole and self.flash,
+            "split_attention": self.whole and self.flash and self.merges,
             "variable_length": self.whole and self.flash and self.packs,
         }
         return self.cuda and self.dense and needed.get(name, self.whole)

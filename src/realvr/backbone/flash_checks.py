@@ -7,18 +7,20 @@ they differ, or an operator fails, they are not used, and a notice says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from realvr.backbone.kernel_checks import Noise, worst
+from realvr.backbone.noise import Noise, worst
 from realvr.backbone.notices import notice_once
 from realvr.errors import out_of_memory
 
-ROWS, HEADS, SHARED = 2, 4, 2
+ROWS, HEADS, KV_HEADS = 2, 4, 2
 """Rows, heads, and heads of keys and values that are tried."""
 TRUNK, BRANCHES, SIZE = 1100, 3, 5
 """Columns of a trunk, enough to be shared out among multiprocessors; branches behind it, and their columns."""
@@ -27,6 +29,7 @@ LENGTHS = (70, 1, 140)
 TOLERANCE = 0.05
 """Largest distance of a tensor from its definition, relative to its length, in 16 bits. Rounding is several times
 smaller; an operator that means something else by its arguments is around 1."""
+
 Attend = Callable[..., Tensor]
 
 
@@ -47,7 +50,7 @@ def _agrees(
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # nothing is computed now
         raise RuntimeError(f"{title} is recorded without having run before")
     try:
-        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        with _apart(device):
             far = gap(Noise(device), dtype, width)
         if far <= TOLERANCE:
             return True
@@ -58,6 +61,20 @@ def _agrees(
         why = f"does not run on this machine ({type(error).__name__}: {' '.join(str(error).split())})"[:300]
     notice_once(f"{title}: flash attention {why}; it is not used")
     return False
+
+
+@contextmanager
+def _apart(device: torch.device) -> Iterator[None]:
+    """With gradient and in no other mode, whatever the caller is in. A layer under gradient checkpointing would count
+    what is saved for the gradients here as its own, and miss it when it is recomputed: hence hooks that change nothing.
+    """
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+        saved_tensors_hooks(lambda x: x.detach(), lambda x: x),
+    ):
+        yield
 
 
 # ---------------------------------------------------------------------- what is compared
@@ -75,7 +92,7 @@ def _merged_gap(noise: Noise, dtype: torch.dtype, width: int) -> float:
 
     def steps(real: Tensor | None, *given: Tensor) -> Tensor:
         query, *trunk, key, value = given
-        runs = [Run(TRUNK, 1, HEADS // SHARED, real)] * query.shape[2]
+        runs = [Run(TRUNK, 1, HEADS // KV_HEADS, real)] * query.shape[2]
         return attend_span(query, (trunk[0], trunk[1]), (key, value), runs, width**-0.5)
 
     column = torch.arange(TRUNK, device=noise.device)
@@ -86,7 +103,7 @@ def _merged_gap(noise: Noise, dtype: torch.dtype, width: int) -> float:
     gaps = []
     for attend, own_QT, ends in ((branches, of_branch, TRUNK), (steps, causal[SIZE - 2 : SIZE, :SIZE], TRUNK - 7)):
         new, behind = own_QT.shape
-        sizes = [(HEADS, new), *[(SHARED, TRUNK)] * 2, *[(SHARED, behind)] * 2]
+        sizes = [(HEADS, new), *[(KV_HEADS, TRUNK)] * 2, *[(KV_HEADS, behind)] * 2]
         for real in (None, run & (column < ends)):
             given = [noise.normal(ROWS, *size, width, dtype=dtype) for size in sizes]
             seen = torch.ones_like(run) if real is None else real
@@ -120,7 +137,7 @@ def _packed_gap(noise: Noise, dtype: torch.dtype, width: int) -> float:
 
     gaps = []
     for causal in (True, False):
-        given = [noise.normal(sum(LENGTHS), heads, width, dtype=dtype) for heads in (HEADS, SHARED, SHARED)]
+        given = [noise.normal(sum(LENGTHS), heads, width, dtype=dtype) for heads in (HEADS, KV_HEADS, KV_HEADS)]
         gaps.append(_gap(partial(sequences, causal), partial(one_by_one, causal), given, noise))
     return worst(gaps)
 

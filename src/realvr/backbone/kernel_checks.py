@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from realvr.backbone.noise import Noise, worst
+
 KeysValues = tuple[Tensor, Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor, KeysValues, KeysValues | None, Tensor, Tensor, float], Tensor]
 
@@ -120,31 +122,3 @@ def norm_gap(norm: Callable[[Tensor, Tensor, float, bool], Tensor], x: Tensor, w
 def _gap(found: Tensor, right: Tensor) -> float:
     """Largest distance of a row, over its length."""
     return float(((found.double() - right).norm(dim=-1) / right.norm(dim=-1)).max())
-
-
-def worst(gaps: list[float]) -> float:
-    """NaN if one of them is: Python's ``max`` may pass over it."""
-    return float(torch.tensor(gaps, dtype=torch.float64).max())
-
-
-class Noise:
-    """The same on every call, whatever the caller draws."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.generator = torch.Generator(device).manual_seed(0)
-
-    def like(self, x: Tensor) -> Tensor:
-        """Normal numbers in the layout of ``x``."""
-        drawn = self.normal(*x.shape, dtype=x.dtype)
-        if drawn.stride() == x.stride():
-            return drawn
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self.device).copy_(drawn)
-
-    def normal(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Normal numbers."""
-        return torch.randn(shape, generator=self.generator, device=self.device, dtype=dtype)
-
-    def uniform(self, *shape: int) -> Tensor:
-        """Between 0 and 1."""
-        return torch.rand(shape, generator=self.generator, device=self.device)

@@ -180,6 +180,7 @@ class FastDecode:
             self.backbone.embed(torch.full_like(trunk.column, marker)).to(trunk.input_BD.dtype)
             for marker in (self.backbone.markers.start, self.backbone.markers.end)
         )
+        trunk.input_BD.copy_(start.expand_as(trunk.input_BD))  # what a recording is tried with
         step = self._latent_step(trunk, state.length + new)
         self._feed(trunk, start, step)
         latents_z = []
@@ -239,7 +240,7 @@ class FastDecode:
                     step()
                 flying.append((Chunk.send(branches, first, chosen), place))
             rows = self._told(rows, *flying.popleft(), stopped)
-            if (fewer := self._halved(rows, branches)) is not None:
+            if chosen < most and (fewer := self._halved(rows, branches)) is not None:
                 branches, place = self._moved(state, branches, rows, place, fewer)
                 step = self._decode_step(branches, sampling, forbidden, longest)
 
@@ -324,6 +325,7 @@ class FastDecode:
         if recorded:
             if branches.replays.get(kind) is None:
                 branches.replays[kind] = self._recorded(eager, branches)
+                branches.hidden_BGD = None  # memory of the recording
             self._buffers.kept_kind(branches, kind)
         return self._counted(eager, branches.replays.get(kind) if recorded else None)
 

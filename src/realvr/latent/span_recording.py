@@ -6,8 +6,9 @@ are static tensors, which are handed on after the backward graph has run. Other 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import chain
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -15,13 +16,13 @@ from torch import Tensor, nn
 
 from realvr.backbone.attention import Columns
 from realvr.backbone.backbone import Backbone
-from realvr.backbone.kernel_checks import Noise
+from realvr.backbone.noise import Noise
 from realvr.backbone.span_attention import Trunk
 from realvr.backbone.trunk_gradients import LaterGradients, Queries, multiplied
 from realvr.latent import graphs
 from realvr.latent.span import span_tokens, think
 from realvr.latent.state import State
-from realvr.latent.trial import Trial, tolerance
+from realvr.latent.trial import Made, Trial, tolerance
 
 
 @runtime_checkable
@@ -170,13 +171,12 @@ class Recording:
             for _, apart in aparts:
                 apart.pairs.clear()
 
-        def gradients() -> list[list[Tensor]]:
+        def gradients() -> Made:
             """Of inputs, of parameters, and what those of weights and of the trunk are made of."""
             own = [found[: len(inputs)], found[len(inputs) :]]
             later = zip(*(each.tensors for each in self.queries if each is not None), strict=True)
-            return [
-                [x for x in kind if x is not None] for kind in (*own, *zip(*filter(None, kept), strict=True), *later)
-            ]
+            kinds = (*own, *zip(*filter(None, kept), strict=True), *later)
+            return Made([[x for x in kind if x is not None] for kind in kinds])
 
         with ExitStack() as stack:
             stack.enter_context(graphs.still_frequencies(self.backbone))
@@ -187,13 +187,13 @@ class Recording:
             ]
             aliases = stack.enter_context(_aliased(self.backbone))
             dtype = self.backbone.dtype
-            tried = Trial(lambda: _by_place(self.values, 2), lambda: _spoil(self.values), tolerance(dtype))
+            tried = Trial(lambda: _by_kind(self.values), lambda: _spoil(self.values), tolerance(dtype))
             self._forward = graphs.record_step(record, forward, tried=tried, forget=no_graph)
             noise, wanted = Noise(self.position_B.device), len(made) if self.whole else 1
             self.grads_in = {i: noise.like(self.values[i]) for i in range(wanted) if made[i].requires_grad}
             inputs = [x for x in (self.markers_B2D, *self.kv) if x.requires_grad]
             leaves = [*inputs, *(alias for _, alias in aliases), *(apart.weight for _, apart in aparts)]
-            tried = Trial(gradients, lambda: _spoil(sum(gradients(), [])), tolerance(dtype, backward=True))
+            tried = Trial(gradients, lambda: _spoil(chain(*gradients().numbers)), tolerance(dtype, backward=True))
             self._backward = graphs.record_step(record, backward, tried=tried, forget=no_gradients)
         by_input = {id(x): grad for x, grad in zip(inputs, found, strict=False)}
         of_aliases = found[len(inputs) : len(inputs) + len(aliases)]
@@ -258,12 +258,13 @@ def _static(like: Tensor, columns: int, split: bool) -> Tensor:
     return like.new_zeros(rows, heads, columns, width)
 
 
-def _by_place(values: Sequence[Tensor], first: int) -> list[list[Tensor]]:
-    """The ``first`` ones each by itself, then keys, then values."""
-    return [*([x] for x in values[:first]), list(values[first::2]), list(values[first + 1 :: 2])]
+def _by_kind(values: Sequence[Tensor]) -> Made:
+    """Latents, the last hidden state, keys, values."""
+    z_BKD, last_BD, *own = values
+    return Made([[z_BKD], [last_BD], own[::2], own[1::2]])
 
 
-def _spoil(tensors: Sequence[Tensor]) -> None:
+def _spoil(tensors: Iterable[Tensor]) -> None:
     for x in tensors:
         x.data.fill_(torch.nan)  # unnoticed by autograd, which may have saved it
 

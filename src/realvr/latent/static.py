@@ -88,8 +88,10 @@ class Trunk:
 
     def made(self) -> Made:
         """By the newest latent step: its state, the keys and values of its column, and where the next one goes."""
-        columns = _columns(self.kv, 2, self.column - 1)
-        return [[self.last_BD], columns[::2], columns[1::2], [self.column, self.position_B, self.visible_BT]]
+        newest = self.column - 1
+        columns = _columns(self.kv, 2, newest)
+        marks = [x.index_select(1, newest) for x in (self.visible_BT, self.place_BT)]
+        return Made([[self.last_BD], columns[::2], columns[1::2]], [self.column, self.position_B, *marks])
 
     def spoil(self) -> None:
         """Overwrite what the coming step makes."""
@@ -134,7 +136,7 @@ class Branches:
         self.last_B = torch.zeros(rows, dtype=torch.long, device=device)
         """Position of the last token that a row may be fed."""
         self.hidden_BGD: Tensor | None = None
-        """Last hidden states of the newest step that was not a replay. A recording fills them in place."""
+        """Last hidden states of the newest step: its own tensor, which a replay fills while the step is on trial."""
         self.replays: dict[tuple[float, float, int], Replay | None] = {}
         """The recorded step, by what of the sampling is in it."""
 
@@ -168,12 +170,16 @@ class Branches:
 
     def made(self) -> Made:
         """By the newest step: the keys and values of its column, its last hidden states, and what was chosen."""
-        columns, logp_BG = _columns(self.kv, 3, self.step - 1), self.logp_BGS.index_select(2, self.step)
+        columns = _columns(self.kv, 3, (self.step - 1).clamp(min=0))  # a replay may count nothing
         hidden = [] if self.hidden_BGD is None else [self.hidden_BGD]
-        return [columns[::2], columns[1::2], hidden, [self.step, self.token_BG, logp_BG.isnan()]]
+        ids_BG, logp_BG = (x.index_select(2, self.step)[..., 0] for x in (self.ids_BGS, self.logp_BGS))
+        # The token that is fed next is the one that is written down.
+        fed = ids_BG == self.token_BG
+        return Made([columns[::2], columns[1::2], hidden], [self.step, fed], (ids_BG, logp_BG))
 
     def spoil(self) -> None:
         """Overwrite what the coming step makes."""
+        self.ids_BGS.index_fill_(2, self.step + 1, -1)
         self.logp_BGS.index_fill_(2, self.step + 1, torch.nan)
         for x in (x for pair in self.kv for x in pair):
             x.index_fill_(3, self.step, torch.nan)

@@ -2,22 +2,44 @@
 
 Both are the same kernels over the same tensors and agree at least to rounding. A recording that has missed a kernel, or
 that reads memory which belongs to something else by now, is far off. Of each tensor a part is compared, so that nothing
-large has to wait for the replay.
+large has to wait for the replay. A replay starts from the state that was recorded, so a number that Python took from
+there and froze is not noticed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-Made = Sequence[Sequence[Tensor]]
-"""What a step has made, kind by kind. A tensor that is small for its kind is compared on the scale of its kind: the
-gradient of a parameter that changes nothing is all rounding."""
+from realvr.backbone.noise import worst
+
 PART = 512
-"""Numbers of a tensor that are compared, or up to twice as many."""
+"""About how many numbers of a tensor are compared."""
+FLIPS = 16
+"""Of so many tokens, rounding may decide one."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a step has made."""
+
+    numbers: Sequence[Sequence[Tensor]]
+    """Kind by kind. A tensor that is small for its kind is compared on the scale of its kind: the gradient of a
+    parameter that changes nothing is all rounding."""
+    exact: Sequence[Tensor] = ()
+    """Counters, positions, masks."""
+    chosen: tuple[Tensor, Tensor] | None = None
+    """Tokens and their log-probabilities."""
+
+    @torch.no_grad()
+    def kept(self) -> Made:
+        """Parts of it, in tensors of their own."""
+        chosen = None if self.chosen is None else (self.chosen[0].clone(), self.chosen[1].clone())
+        return Made([list(map(_part, kind)) for kind in self.numbers], [x.clone() for x in self.exact], chosen)
 
 
 @dataclass(frozen=True)
@@ -40,43 +62,32 @@ def tolerance(dtype: torch.dtype, backward: bool = False) -> float:
     return 1e-2 if backward else 1e-3
 
 
-@torch.no_grad()
-def parts(made: Made) -> Made:
-    """Evenly spaced numbers of each tensor, in tensors of their own."""
-    return [[_part(x.detach()) for x in kind] for kind in made]
-
-
 def _part(x: Tensor) -> Tensor:
-    flat = x.reshape(-1)
+    """Evenly spaced numbers."""
+    flat = x.detach().reshape(-1)
     return flat[:: max(len(flat) // PART, 1) | 1].clone()  # odd: no multiple of a width
 
 
 @torch.no_grad()
 def gap(found: Made, right: Made) -> float:
-    """Largest distance of the parts of a tensor, relative to their length; infinite where masks or numbers of tensors
-    differ, where one side alone is not finite, or where more than half of some whole numbers differ: all of a counter,
-    but not a token or two that rounding may decide."""
-    if [[x.shape for x in kind] for kind in found] != [[x.shape for x in kind] for kind in right]:
-        return float("inf")
-    gaps = []
-    for mine, theirs in zip(found, right, strict=True):
-        pairs = list(zip(mine, theirs, strict=True))
-        if any(_differ(a, b) for a, b in pairs if not b.is_floating_point()):
-            return float("inf")
-        floating = [(a.double(), b.double()) for a, b in pairs if b.is_floating_point() and b.numel()]
-        if floating:
-            gaps.append(_largest(floating))
-    return float(torch.stack(gaps).max()) if gaps else 0.0
-
-
-def _differ(mine: Tensor, theirs: Tensor) -> bool:
-    off = int((mine != theirs).sum())
-    return off > (0 if theirs.dtype == torch.bool else theirs.numel() // 2)
+    """Largest distance of a tensor, relative to its length. Infinite where counters, masks or the number of tensors
+    differ, where one side alone is not finite, and where too many tokens differ."""
+    if [[x.shape for x in kind] for kind in found.numbers] != [[x.shape for x in kind] for kind in right.numbers]:
+        return math.inf
+    if len(found.exact) != len(right.exact) or not all(map(torch.equal, found.exact, right.exact)):
+        return math.inf
+    kinds = [list(zip(*both, strict=True)) for both in zip(found.numbers, right.numbers, strict=True)]
+    if found.chosen is not None and right.chosen is not None:
+        same = found.chosen[0] == right.chosen[0]
+        if int((~same).sum()) > same.numel() // FLIPS:
+            return math.inf
+        kinds.append([(found.chosen[1][same], right.chosen[1][same])])
+    return worst([float(_largest(pairs)) for pairs in kinds if pairs] or [0.0])
 
 
 def _largest(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     off, length = [], []
-    for mine, theirs in pairs:
+    for mine, theirs in ((a.double(), b.double()) for a, b in pairs):
         same = (mine == theirs) | (mine.isnan() & theirs.isnan())
         off.append((mine - theirs).masked_fill(same, 0).nan_to_num(nan=torch.inf).norm())
         length.append(theirs.nan_to_num(nan=0, posinf=0, neginf=0).norm())
