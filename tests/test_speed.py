@@ -172,7 +172,7 @@ def test_the_default_set_is_what_the_package_switches_on_for_the_model(
     of = Where.of
 
     def on_a_gpu(found: Backbone) -> Where:
-        return replace(of(found), cuda=True, flash=True, packs=not found.two_way_images)
+        return replace(of(found), cuda=True, flash=True, merges=True, packs=not found.two_way_images)
 
     monkeypatch.setattr(Where, "of", on_a_gpu)
     made = bench(tmp_path, preset=f"tiny:{family}")

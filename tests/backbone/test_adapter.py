@@ -476,13 +476,14 @@ def test_a_run_in_place_of_its_model(tmp_path: Path) -> None:
     for path in (run, run / "final"):
         refuses(path, f"{run} has no final model yet: the run is not finished")
     refuses(run / "best", "has no best model", "checkpoint.keep_best")
-    refuses(state, "a checkpoint of a run", f"{run / 'final'}")
+    refuses(state, "a checkpoint of a run", f"{run} has no final model yet", "--export")
     (run / "best").mkdir()
     (run / "best/config.json").write_text("{}")
     refuses(run, f"its best model so far is {run / 'best'}")
     (run / "final").mkdir()
     (run / "final/config.json").write_text("{}")
     refuses(run, f"{run} is a run: its model is {run / 'final'}")
+    refuses(state, f"the run's model is {run / 'final'}", "--export")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "null", "{}", '{"model_type": 3}'])

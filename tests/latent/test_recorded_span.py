@@ -425,6 +425,7 @@ def test_a_recording_that_computes_nothing_is_refused(load: Loaded) -> None:
     def nothing(step: Any, reset: Any) -> Any:
         step()
         reset()
+        step()
         return lambda: None
 
     recorded = RecordedSpan(backbone, columns=16, record=nothing)

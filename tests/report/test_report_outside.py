@@ -122,4 +122,5 @@ def test_scores_of_an_unknown_rule_stand_and_are_not_compared(tmp_path: Path) ->
     table = tree.table("Difference from first")
     assert table[1][table[0].index("odd")] == "–" and table[1][table[0].index("even")].startswith("+30.0")
     said = section(tmp_path / "out/index.html", "overview").text()
+    assert "McNemar's exact test" in said  # of questions of one's own too
     assert "the scoring rule of odd is not loaded" in said and "--plugin FILE.py" in said

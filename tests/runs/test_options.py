@@ -17,7 +17,10 @@ WRONG = {
     ),
     "underscore": ([*PICTURE, "--max_new", "2x"], "--max-new is '2x': a whole number"),
     "choice": (["plan", "--gpu", "H200", "--stage", "foo"], "--stage is 'foo': sft or rl is expected (realvr plan"),
-    "no value": ([*PICTURE, "--latents"], "--latents needs a value: a whole number"),
+    "no value": ([*PICTURE, "--latents"], "--latents needs a value: a whole number is expected"),
+    "no word": (["eval", "mini", "--latents"], "--latents needs a value (realvr eval --help"),
+    "two": (["train", "rl", "own/rl", "--optim.betas", "a", "b"], "--optim.betas is 'a b': 2 numbers are expected"),
+    "one of two": (["train", "rl", "own/rl", "--optim.betas", "1"], "--optim.betas is '1': 2 numbers are expected"),
     "a setting": (["train", "rl", "own/rl", "--optim.lr", "abc"], "--optim.lr is 'abc': a number is expected"),
     "a diagnostic": (["diagnose", "walk", "mini", "x", "--out", "o", "--limit", "2.5"], "--limit is '2.5': a whole"),
     "a positional": (
@@ -53,4 +56,9 @@ def test_placeholders_in_words() -> None:
     assert expected("{True,False}|{auto}") == "true, false or auto"
     assert expected("{None}|INT|{all}") == "a whole number or all"
     assert expected("NAME=PATH") == "NAME=PATH"
-    assert expected("[INT [INT ...]]") == "[INT [INT ...]]"
+    assert expected("[INT [INT ...]]") == "whole numbers"
+    assert expected("FLOAT FLOAT") == "2 numbers"
+    assert expected("PATH [PATH ...]") == "paths"
+    assert expected("STR") == expected("[STR [STR ...]]") == ""
+    assert expected("INT STR") == "INT STR"
+    assert expected("{a,b} [{a,b} ...]") == "{a,b} [{a,b} ...]"

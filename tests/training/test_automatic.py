@@ -182,6 +182,15 @@ def test_layers_that_are_gathered_have_no_adapter_kernels_by_themselves(
         assert settings.lora.kernels is recorded
 
 
+def test_dropout_leaves_adapter_kernels_no_training_pass(
+    untrained: Path, data: Path, tmp_path: Path, everywhere: None
+) -> None:
+    """Rollouts alone would run them, and round differently from their replay."""
+    for lora, recorded in (({"rank": 2}, True), ({"rank": 2, "dropout": 0.1}, False), ({}, False)):
+        settings: Any = make("rl", configure("rl", untrained, data, tmp_path, lora=lora), start_engine(cpu=True))[1]
+        assert settings.lora.kernels is recorded
+
+
 @pytest.mark.parametrize("kind", OWN)
 @pytest.mark.filterwarnings("ignore:recorded span")
 def test_runs_go_on_from_records_with_other_values(

@@ -71,7 +71,7 @@ def test_steps_below_those_done_are_refused_and_nothing_is_rewritten(unfinished:
         shutil.rmtree(tmp_path / "final")
     files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.name.startswith(".")]
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
-    with pytest.raises(UserError, match=r"optim\.steps is 5, but .* has done 8 steps: give at least 8"):
+    with pytest.raises(UserError, match=r"optim\.steps is 5, but .* has done 8 steps: give 8 to write"):
         run(out=str(tmp_path), steps=5)
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files} == before
     assert (tmp_path / "final").exists() is not unfinished

@@ -3,12 +3,12 @@
 They are on where they were compared with the plain path, gradients included: on an NVIDIA GPU, for dense models that
 one GPU holds whole. They are off for mixtures of experts, which send a token that is rounded differently to other
 experts; under engines that cut the model up and gather weights in hooks; and on a CPU, where results stay the same to
-the bit. Kernels for adapters were compared with the model cut up too.
+the bit. Kernels for adapters were compared under FSDP2 too, on CPU ranks.
 
-Recorded steps have their own ``auto`` (`realvr.latent.modes`). Kernels of our own for one column (`decode_kernels`) are
-part of them, with experts too: no step of one column is rounded as the replay of a whole text is, and with the kernel
-for attention, which rounds once, log-probabilities are nearer to the replay's than with operations of torch
-(docs/training.md). The kernels for norms and rotary embeddings come with fused layers, which are decided here.
+Recorded steps have their own ``auto`` (`realvr.latent.modes`). Our kernels for one column (`decode_kernels`) are part
+of them, with experts too: a step of one column never rounds like the replay of a whole text, and the attention kernel
+rounds once, so that its log-probabilities are closer to the replay's than torch's (docs/training.md). The kernels for
+norms and rotary embeddings come with fused layers, which are decided here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Frozen vision weights whose width is padded with zeros to a multiple of 8, for as long as the tower runs.
 
 Qwen2.5-VL's vision MLP is 3,420 wide, which is not a multiple of 8: in 16 bits a GPU then falls back to slow products.
-Zero rows in the layers that lead into the width, and zero columns in the one that
-leads out of it, change nothing but the order of a sum.
+Zero rows in the layers that lead into the width, and zero columns in the one that leads out of it, change nothing but
+the order of a sum.
 
 Nothing that is saved or trained is touched. The padded layers are copies outside the model: `PaddedVision.running` puts
 them in the place of the stock ones for one pass and takes them out again. They are made again when the weights have

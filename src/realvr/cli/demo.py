@@ -9,8 +9,7 @@ from realvr.demo import run
 from realvr.demo.display import clock
 from realvr.demo.tables import tables
 from realvr.evaluation.tables import wide_console
-
-INTERRUPTED = 130
+from realvr.runs.launching import INTERRUPTED
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,9 @@ from realvr.diagnostics.steer import Steer, SteerSettings
 from realvr.diagnostics.suite import ALL, Outcome, Suite, SuiteOverview, run_suite
 from realvr.errors import UserError
 from realvr.evaluation.tables import wide_console
-from realvr.runs.launching import ProcessFailed
+from realvr.runs.launching import INTERRUPTED, ProcessFailed
 from realvr.runs.options import parse
 
-INTERRUPTED = 130
 _REQUIRED = "(required)"
 _EXAMPLES = """\
 Examples:

@@ -12,9 +12,8 @@ import tyro
 from realvr.cli.arguments import Policy
 from realvr.evaluation import checkpoints, tables
 from realvr.evaluation.settings import EvaluateSettings, written_out
-from realvr.runs.launching import ProcessFailed
+from realvr.runs.launching import INTERRUPTED, ProcessFailed
 
-INTERRUPTED = 130
 rewrite = written_out
 
 

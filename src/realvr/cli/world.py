@@ -11,9 +11,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from realvr.runs.launching import INTERRUPTED
 from realvr.world import making
 
-INTERRUPTED = 130
 Kinds = Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="(default: the usual ones)")]
 
 
@@ -38,8 +38,11 @@ def make(settings: MakeCommand) -> int:
     try:
         splits = making.make(settings)
     except KeyboardInterrupt:
-        again = "the same command makes what is missing or cut short again; other settings need another folder"
-        print(f"realvr: interrupted; {again} than {settings.out}", file=sys.stderr)
+        print(
+            f"realvr: interrupted; run the same command to finish it; for other settings name another folder than "
+            f"{settings.out}",
+            file=sys.stderr,
+        )
         return INTERRUPTED
     for made in splits:
         table.add_row(

@@ -209,7 +209,7 @@ def _against(arms: Sequence[Arm], baseline: Arm) -> Table | None:
     )
     caption = f"Difference from {baseline.name}, percentage points"
     heading = _mean_heading(arms) if _five(arms) else []
-    return Table(caption, ["arm", *map(title, names), *heading], rows, note if heading else "") if rows else None
+    return Table(caption, ["arm", *map(title, names), *heading], rows, note) if rows else None
 
 
 def _five(arms: Sequence[Arm]) -> bool:

@@ -24,6 +24,7 @@ ENDING = 10.0
 """Seconds after which all processes have ended, once one has failed."""
 
 INTERRUPTED = 130
+"""Exit code of what was interrupted and can be continued."""
 LOST = 75
 """Exit code of a process that lost the others: one of them has failed first, and is named instead."""
 HUNG = 76

@@ -12,7 +12,8 @@ from realvr.errors import UserError
 
 T = TypeVar("T")
 
-_KINDS = {"INT": "a whole number", "FLOAT": "a number", "PATH": "a path", "STR": "a word"}
+_KINDS = {"INT": "a whole number", "FLOAT": "a number", "PATH": "a path", "STR": ""}
+_SEVERAL = {"INT": "whole numbers", "FLOAT": "numbers", "PATH": "paths", "STR": ""}
 _SPELLED = {"True": "true", "False": "false"}
 _PLAIN = re.compile(r"(\{[^{}\[\]]*\}|[A-Z]+)(\|(\{[^{}\[\]]*\}|[A-Z]+))*")
 
@@ -45,17 +46,25 @@ def _explained(positionals: dict[str, str], args: Sequence[str]) -> AbstractCont
         if event.argument is None or event.argument.is_positional():
             return
         flags, wanted = event.argument.lowered.name_or_flags, expected(event.argument.lowered.metavar or "")
+        given = " ".join(_given(args, flags))
         if not isinstance(event, events.BadValue):
-            given, why = " ".join(_given(args, flags)), getattr(event, "message", "another value")
-            _refuse(prog, f"{flags[0]} is {given!r}: {wanted or why} is expected")
+            wanted = wanted or getattr(event, "message", "another value")
+            _refuse(prog, f"{flags[0]} is {given!r}: {_needed(wanted)} expected")
+        if event.reason == "too_few_values" and wanted:
+            _refuse(prog, f"{flags[0]} {f'is {given!r}' if given else 'needs a value'}: {_needed(wanted)} expected")
         if event.reason == "too_few_values":
-            _refuse(prog, f"{flags[0]} needs a value" + (f": {wanted}" if wanted else ""))
+            _refuse(prog, f"{flags[0]} needs a value")
 
     return listen(explain)
 
 
 def _refuse(prog: str, text: str) -> NoReturn:
     raise UserError(f"{text} ({prog} --help explains it)") from None
+
+
+def _needed(wanted: str) -> str:
+    several = any(kind and wanted.endswith(kind) for kind in _SEVERAL.values())
+    return f"{wanted} {'are' if several else 'is'}"
 
 
 def _flag(word: str) -> str:
@@ -75,9 +84,14 @@ def _given(args: Sequence[str], flags: Sequence[str]) -> list[str]:
 
 
 def expected(metavar: str) -> str:
-    """What tyro's placeholder stands for, in words: ``{None}|INT`` is a whole number."""
+    """What tyro's placeholder stands for, in words: ``{None}|INT`` is a whole number, ``FLOAT FLOAT`` 2 numbers.
+    Nothing where any word would do."""
     if not _PLAIN.fullmatch(metavar):
-        return metavar
+        kinds = re.findall(r"\w+|[^\w\s\[\].]", metavar)
+        if len(set(kinds)) != 1 or kinds[0] not in _SEVERAL:
+            return metavar
+        several = _SEVERAL[kinds[0]]
+        return several if "[" in metavar or not several else f"{len(kinds)} {several}"
     words: list[str] = []
     for choices, kind in re.findall(r"\{([^{}]*)\}|([A-Z]+)", metavar):
         words += [_SPELLED.get(word, word) for word in choices.split(",") if word and word != "None"]

@@ -18,10 +18,12 @@ def hint(folder: str | Path) -> str | None:
     if (path / SETTINGS).is_file():
         return unfinished(path)
     if any(path.glob("rank-*.json")):
-        run = path.parent.parent
+        run = path.resolve().parent.parent
+        there = (run / FINAL / "config.json").is_file()
+        model = f"the run's model is {run / FINAL}" if there else unfinished(run)
         return (
-            f"{folder} is a checkpoint of a run, its state and not a model: the run's model is {run / FINAL}, and "
-            "realvr train ... --export writes that of a checkpoint"
+            f"{folder} is a checkpoint of a run, its state and not a model: {model}; "
+            "realvr train ... --export writes the model of a checkpoint"
         )
     if not path.exists() and path.name == FINAL and (path.parent / SETTINGS).is_file():
         return unfinished(path.parent)

@@ -19,6 +19,7 @@ from torch import Tensor
 from realvr.errors import UserError
 from realvr.registry import place_of
 from realvr.runs.folder import open_run_folder
+from realvr.runs.launching import INTERRUPTED
 from realvr.runs.progress import busy
 from realvr.training import configuration, memory, metrics
 from realvr.training.best import Best
@@ -29,7 +30,7 @@ from realvr.training.final import BEST, FINAL, refuse_foreign, write_model
 from realvr.training.metrics import Metrics
 from realvr.training.records import ENGINE, ENGINE_FILE, METHOD, METHOD_FILE, EngineUse
 from realvr.training.settings import TrainSettings
-from realvr.training.stopping import INTERRUPTED, Stopping
+from realvr.training.stopping import Stopping
 from realvr.training.task import Collected, Task
 from realvr.training.tracking import Tracker
 from realvr.training.validation import Validated, Validation, validation_of
@@ -142,8 +143,8 @@ def refuse_fewer_steps(progress: Progress, settings: TrainSettings) -> None:
     done, steps = progress.step, settings.optim.steps
     if done > steps:
         raise UserError(
-            f"optim.steps is {steps}, but {settings.run.out} has done {done} steps: give at least {done} ({done} "
-            "trains no further and writes the final model), or another run.out"
+            f"optim.steps is {steps}, but {settings.run.out} has done {done} steps: give {done} to write the "
+            "final model as it is, more to train on, or another run.out"
         )
 
 

@@ -241,11 +241,11 @@ class LoraSettings(Section):
     kernels: Automatic = "auto"
     """On an NVIDIA GPU, in bfloat16: compute layers and their adapters by kernels of our own. The same numbers up to
     rounding, which is checked on the device before training. ``auto``: there, unless the model is a mixture of
-    experts."""
+    experts, the engine is zero3, or adapters have dropout."""
 
     @override
     def without_use(self) -> tuple[str, ...]:
-        return () if self.rank else ("kernels",)
+        return () if self.rank and not self.dropout else ("kernels",)
 
 
 VALIDATION_METRICS: dict[str, Literal["higher", "lower"]] = {

@@ -7,9 +7,6 @@ import sys
 from types import FrameType, TracebackType
 from typing import Any
 
-INTERRUPTED = 130
-"""Exit code of a run that was stopped and can be continued."""
-
 
 class Stopping:
     """While active, the first signal sets ``wanted``; a second Ctrl-C ends the process at once.

@@ -17,8 +17,8 @@ from realvr.widgets.explorer import Explorer
 
 DASH = "–"
 MINUS = "\u2212"
-_HYPHENS = re.compile(r"(?<![\w.\u2212-])-(?=\.?\d)|(?<=\d[eE])-(?=\d)")
-"""Minus signs of numbers in a text; not the hyphens of words and dates, and no ranges."""
+_NUMBER = re.compile(r"(?P<flag>--\S+\s+)?(?<![^\s(\[,;<>])[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?(?![^\s)\],;:.%])")
+"""A number that stands by itself in a text, and the flag of a command before it; no part of a name, date or range."""
 FEW_QUESTIONS = 100
 FEW_PAIRS = 30
 
@@ -187,8 +187,12 @@ def significant(value: float | None, digits: int = 3) -> str:
 
 
 def minus(text: str) -> str:
-    """A text whose numbers have the minus of `number`; its other hyphens stay."""
-    return _HYPHENS.sub(MINUS, text)
+    """A text whose numbers have the minus of `number`. Names, paths, and what is behind a flag or in backticks stay."""
+
+    def number(found: re.Match[str]) -> str:
+        return found[0] if found["flag"] else found[0].replace("-", MINUS)
+
+    return "`".join(part if place % 2 else _NUMBER.sub(number, part) for place, part in enumerate(text.split("`")))
 
 
 def interval(pair: Sequence[float | None] | None, digits: int = 1, sign: bool = False) -> str:
