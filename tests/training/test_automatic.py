@@ -148,7 +148,7 @@ def test_a_run_says_and_records_what_was_chosen(
     ("lora", "recorded", "announced"),
     [
         ({"rank": 2}, True, True),
-        ({"rank": 2, "dropout": 0.1}, True, True),  # rollouts have none
+        ({"rank": 2, "dropout": 0.1}, False, False),  # rollouts alone would run them, and round differently
         ({"rank": 2, "kernels": True}, True, False),
         ({"rank": 2, "kernels": False}, False, False),
         ({}, False, False),  # no adapters
@@ -179,15 +179,6 @@ def test_layers_that_are_gathered_have_no_adapter_kernels_by_themselves(
         engine = start_engine(cpu=True)
         engine.settings = engine_settings(name)
         settings: Any = make("rl", configure("rl", untrained, data, tmp_path, lora={"rank": 2}), engine)[1]
-        assert settings.lora.kernels is recorded
-
-
-def test_dropout_leaves_adapter_kernels_no_training_pass(
-    untrained: Path, data: Path, tmp_path: Path, everywhere: None
-) -> None:
-    """Rollouts alone would run them, and round differently from their replay."""
-    for lora, recorded in (({"rank": 2}, True), ({"rank": 2, "dropout": 0.1}, False), ({}, False)):
-        settings: Any = make("rl", configure("rl", untrained, data, tmp_path, lora=lora), start_engine(cpu=True))[1]
         assert settings.lora.kernels is recorded
 
 

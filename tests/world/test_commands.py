@@ -183,7 +183,7 @@ def test_an_interrupted_split_says_how_it_goes_on(tmp_path, monkeypatch, capsys)
         context.setattr(making, "samples", stop_after_three)
         assert make(tmp_path / "w", ["mmvp"], count=6, workers=1) == 130
     said = capsys.readouterr().err
-    assert "interrupted; the same command makes what is missing" in said and str(tmp_path / "w") in said
+    assert "interrupted; run the same command to finish it" in said and str(tmp_path / "w") in said
     with pytest.raises(UserError, match="count was 6, now 2"):
         make(tmp_path / "w", ["mmvp"], count=2, workers=1)
     for folder in ("w", "whole"):
