@@ -170,7 +170,15 @@ def test_a_first_use_inside_a_checkpointed_layer(
     assert flash_checks.merges(torch.empty(0, backbone.decoder.layers[0].self_attn.head_dim, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu")])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        torch.inference_mode,
+        torch.no_grad,
+        lambda: torch.autocast("cpu"),
+        lambda: torch.autograd.graph.disable_saved_tensors_hooks("not here"),
+    ],
+)
 def test_whatever_the_caller_is_in(mode: Any) -> None:
     with mode():
         assert flash_checks.merges(torch.empty(0, WIDTH, dtype=torch.float64))

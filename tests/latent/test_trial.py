@@ -20,7 +20,7 @@ import op_tape
 from helpers import mixed_prompts
 from pair import gradients, relative
 from realvr.backbone import Backbone
-from realvr.latent import trial
+from realvr.latent import prefill, trial
 from realvr.latent.fast import FastDecode
 from realvr.latent.group_rollout import Rollout, rollout
 from realvr.latent.recorded_span import RecordedSpan
@@ -74,6 +74,8 @@ def test_rounding_may_decide_a_token() -> None:
     assert trial.gap(chosen([99, 98, *ids[2:]], [-9.0, -8.0, *logp[2:]]), right) == 0
     assert trial.gap(chosen([99, 98, 97, *ids[3:]], logp), right) == INF
     assert trial.gap(chosen(ids, [-2.0] * 32), right) == pytest.approx(1)
+    assert trial.gap(chosen(ids, [-1.12e-6] * 32), chosen(ids, [-1e-6] * 32)) == pytest.approx(1.2e-7)
+    assert trial.gap(chosen(ids, [-1e-7] * 32), chosen(ids, [0.0] * 32)) == pytest.approx(1e-7)
     assert trial.gap(chosen([99], [-1.0]), chosen([1], [-1.0])) == INF
 
 
@@ -235,6 +237,25 @@ def test_a_recording_that_differs_once_is_made_again(one: Backbone) -> None:
 
 @pytest.mark.parametrize("number", [0, 1], ids=["forward", "backward"])
 @pytest.mark.parametrize("split", [False, True])
+def test_a_span_that_differs_once_is_recorded_again(
+    build_tiny: Callable[[str], Path], tmp_path: Path, number: int, split: bool
+) -> None:
+    backbone = exact_backbone(build_tiny("qwen2.5-vl"), tmp_path / "model")
+    batch = batch_of(backbone)
+    right = gradients(backbone.model, value(backbone, batch, 2, None, split=split))
+    record, names = broken(number, 0.5)
+    record.times = 1
+    recorded = RecordedSpan(backbone, columns=16, record=record)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "recorded span")
+        for _ in range(2):
+            ours = value(backbone, batch, 2, recorded, split=split)
+            assert relative(gradients(backbone.model, ours), right) <= 1e-9
+    assert len(names) == 1 and recorded.counts == {"recorded": 1, "replayed": 2}
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["forward", "backward"])
+@pytest.mark.parametrize("split", [False, True])
 def test_a_broken_span_is_refused(build_tiny: Callable[[str], Path], tmp_path: Path, number: int, split: bool) -> None:
     backbone = exact_backbone(build_tiny("qwen2.5-vl"), tmp_path / "model")
     batch, refused = batch_of(backbone), 0
@@ -324,6 +345,24 @@ def test_marks_of_a_column_are_noticed_in_16_bits(build_tiny: Callable[[str], Pa
     fast = FastDecode(backbone, columns=2048, tokens=4, recorded=True, record=Recorder(0, lost))
     with pytest.warns(UserWarning, match="differs from the step by inf"):
         rollout(backbone, mixed_prompts(backbone)[:1], group=1, latents=1, sampling=Sampling(max_new=2), fast=fast)
+
+
+def test_a_model_that_has_diverged_hides_nothing(build_tiny: Callable[[str], Path]) -> None:
+    """Its states are NaN: so must be those of a replay, and nothing is what a replay of nothing leaves."""
+    backbone = Backbone.load(build_tiny("qwen2.5-vl"), dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        backbone.decoder.norm.weight.fill_(torch.nan)
+    state, _ = prefill(backbone, backbone.batch(mixed_prompts(backbone)[:1]))
+
+    def empty(calls: list[Any]) -> None:
+        del calls[: len(calls) - 2]  # but for the counters
+
+    for record, refused in ((op_tape.record, False), (Recorder(0, empty), True)):
+        fast = FastDecode(backbone, columns=8, tokens=4, recorded=True, record=record)
+        with warnings.catch_warnings(record=True) as said, torch.no_grad():
+            warnings.simplefilter("always")
+            fast.think(state, 1)
+        assert [("differs from the step" in str(each.message)) for each in said] == [True] * refused
 
 
 @pytest.mark.parametrize("product", range(3))

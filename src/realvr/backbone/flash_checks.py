@@ -8,7 +8,7 @@ they differ, or an operator fails, they are not used, and a notice says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from itertools import pairwise
 
@@ -65,14 +65,14 @@ def _agrees(
 
 @contextmanager
 def _apart(device: torch.device) -> Iterator[None]:
-    """With gradient and in no other mode, whatever the caller is in. A layer under gradient checkpointing would count
-    what is saved for the gradients here as its own, and miss it when it is recomputed: hence hooks that change nothing.
-    """
+    """With gradient, and without the caller's modes. A layer under gradient checkpointing would count what is saved for
+    the gradients here as its own, and miss it when it is recomputed: hence hooks that change nothing."""
+    allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast(device.type, enabled=False),
-        saved_tensors_hooks(lambda x: x.detach(), lambda x: x),
+        saved_tensors_hooks(lambda x: x.detach(), lambda x: x) if allowed else nullcontext(),
     ):
         yield
 

@@ -64,7 +64,7 @@ def has_flash(query: Tensor) -> bool:
     """Whether flash attention takes this query: a GPU that has it, 16 bits, a head width of its kernels."""
     sixteen = query.dtype in (torch.bfloat16, torch.float16)
     width = query.shape[-1]
-    return query.is_cuda and sixteen and width <= 256 and width % 8 == 0 and _recent(query.device)
+    return query.is_cuda and sixteen and 0 < width <= 256 and width % 8 == 0 and _recent(query.device)
 
 
 @cache

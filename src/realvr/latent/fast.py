@@ -240,7 +240,8 @@ class FastDecode:
                     step()
                 flying.append((Chunk.send(branches, first, chosen), place))
             rows = self._told(rows, *flying.popleft(), stopped)
-            if chosen < most and (fewer := self._halved(rows, branches)) is not None:
+            left = max((branch.limit for row in rows for branch in row), default=0)
+            if chosen < left and (fewer := self._halved(rows, branches)) is not None:
                 branches, place = self._moved(state, branches, rows, place, fewer)
                 step = self._decode_step(branches, sampling, forbidden, longest)
 

@@ -128,7 +128,10 @@ def record_step(
         replay, off = recorded()
         if tried is not None and not off <= tried.tolerance:
             del replay
-            between()
+            right = None
+            if forget is not None:
+                forget()
+            reset()
             replay, off = recorded()
             if not off <= tried.tolerance:
                 raise RuntimeError(f"a replay differs from the step by {off:.2g}, and {tried.tolerance:.2g} is allowed")

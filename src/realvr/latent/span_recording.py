@@ -22,7 +22,7 @@ from realvr.backbone.trunk_gradients import LaterGradients, Queries, multiplied
 from realvr.latent import graphs
 from realvr.latent.span import span_tokens, think
 from realvr.latent.state import State
-from realvr.latent.trial import Made, Trial, tolerance
+from realvr.latent.trial import SPOILED, Made, Trial, tolerance
 
 
 @runtime_checkable
@@ -266,7 +266,7 @@ def _by_kind(values: Sequence[Tensor]) -> Made:
 
 def _spoil(tensors: Iterable[Tensor]) -> None:
     for x in tensors:
-        x.data.fill_(torch.nan)  # unnoticed by autograd, which may have saved it
+        x.data.fill_(SPOILED)  # unnoticed by autograd, which may have saved it
 
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:

@@ -18,7 +18,7 @@ from realvr.backbone.static import KeysValues, StaticPass
 from realvr.latent.sampling import Sampling, choose
 from realvr.latent.span import log_softmax_rows
 from realvr.latent.state import State, join_columns
-from realvr.latent.trial import Made
+from realvr.latent.trial import SPOILED, Made
 
 Replay = Callable[[], None]
 
@@ -88,16 +88,16 @@ class Trunk:
 
     def made(self) -> Made:
         """By the newest latent step: its state, the keys and values of its column, and where the next one goes."""
-        newest = self.column - 1
+        newest = (self.column - 1).clamp(0, self.columns - 1)  # a replay may count otherwise
         columns = _columns(self.kv, 2, newest)
         marks = [x.index_select(1, newest) for x in (self.visible_BT, self.place_BT)]
         return Made([[self.last_BD], columns[::2], columns[1::2]], [self.column, self.position_B, *marks])
 
     def spoil(self) -> None:
         """Overwrite what the coming step makes."""
-        self.last_BD.fill_(torch.nan)
+        self.last_BD.fill_(SPOILED)
         for x in (x for pair in self.kv for x in pair):
-            x.index_fill_(2, self.column, torch.nan)
+            x.index_fill_(2, self.column, SPOILED)
 
     def longer(self, before: State, new: int, windowed: bool) -> State:
         """The state after ``new`` more columns, in tensors of its own."""
@@ -170,9 +170,13 @@ class Branches:
 
     def made(self) -> Made:
         """By the newest step: the keys and values of its column, its last hidden states, and what was chosen."""
-        columns = _columns(self.kv, 3, (self.step - 1).clamp(min=0))  # a replay may count nothing
+        # A replay may count otherwise.
+        columns, newest = (
+            _columns(self.kv, 3, (self.step - 1).clamp(0, self.size - 1)),
+            self.step.clamp(0, self.size - 1),
+        )
         hidden = [] if self.hidden_BGD is None else [self.hidden_BGD]
-        ids_BG, logp_BG = (x.index_select(2, self.step)[..., 0] for x in (self.ids_BGS, self.logp_BGS))
+        ids_BG, logp_BG = (x.index_select(2, newest)[..., 0] for x in (self.ids_BGS, self.logp_BGS))
         # The token that is fed next is the one that is written down.
         fed = ids_BG == self.token_BG
         return Made([columns[::2], columns[1::2], hidden], [self.step, fed], (ids_BG, logp_BG))
@@ -180,9 +184,9 @@ class Branches:
     def spoil(self) -> None:
         """Overwrite what the coming step makes."""
         self.ids_BGS.index_fill_(2, self.step + 1, -1)
-        self.logp_BGS.index_fill_(2, self.step + 1, torch.nan)
+        self.logp_BGS.index_fill_(2, self.step + 1, SPOILED)
         for x in (x for pair in self.kv for x in pair):
-            x.index_fill_(3, self.step, torch.nan)
+            x.index_fill_(3, self.step, SPOILED)
 
 
 def _columns(kv: list[KeysValues], dim: int, column: Tensor) -> list[Tensor]:

@@ -21,6 +21,8 @@ PART = 512
 """About how many numbers of a tensor are compared."""
 FLIPS = 16
 """Of so many tokens, rounding may decide one."""
+SPOILED = -12345.0
+"""What results are overwritten with before a replay. A model that has diverged makes NaN by itself."""
 
 
 @dataclass(frozen=True)
@@ -77,20 +79,23 @@ def gap(found: Made, right: Made) -> float:
     if len(found.exact) != len(right.exact) or not all(map(torch.equal, found.exact, right.exact)):
         return math.inf
     kinds = [list(zip(*both, strict=True)) for both in zip(found.numbers, right.numbers, strict=True)]
+    logps = []
     if found.chosen is not None and right.chosen is not None:
         same = found.chosen[0] == right.chosen[0]
         if int((~same).sum()) > same.numel() // FLIPS:
             return math.inf
-        kinds.append([(found.chosen[1][same], right.chosen[1][same])])
-    return worst([float(_largest(pairs)) for pairs in kinds if pairs] or [0.0])
+        logps.append((found.chosen[1][same], right.chosen[1][same]))
+    # Near-certain tokens have log-probabilities near 0: these are measured beside 1.
+    apart = [float(_largest([(mine, theirs)], theirs.numel() ** 0.5)) for mine, theirs in logps]
+    return worst([float(_largest(pairs)) for pairs in kinds if pairs] + apart or [0.0])
 
 
-def _largest(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+def _largest(pairs: Sequence[tuple[Tensor, Tensor]], least: float | None = None) -> Tensor:
     off, length = [], []
     for mine, theirs in ((a.double(), b.double()) for a, b in pairs):
         same = (mine == theirs) | (mine.isnan() & theirs.isnan())
         off.append((mine - theirs).masked_fill(same, 0).nan_to_num(nan=torch.inf).norm())
         length.append(theirs.nan_to_num(nan=0, posinf=0, neginf=0).norm())
     gaps, lengths = torch.stack(off), torch.stack(length)
-    least = lengths.square().mean().sqrt() / 10
-    return torch.where(gaps == 0, 0, gaps / lengths.clamp(min=least)).max()
+    floor = lengths.square().mean().sqrt() / 10 if least is None else least
+    return torch.where(gaps == 0, 0, gaps / lengths.clamp(min=floor)).max()
