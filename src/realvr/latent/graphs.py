@@ -107,13 +107,16 @@ def record_step(
         for x, old in zip(changed, before, strict=True):
             x.copy_(old)
 
+    def clear() -> None:
+        if forget is not None:
+            forget()
+        reset()
+
     def between() -> None:
         nonlocal right
         if tried is not None:
             right = tried.made().kept()
-        if forget is not None:
-            forget()
-        reset()
+        clear()
 
     def recorded() -> tuple[Replay, float]:
         with small_kernels.recorded():
@@ -129,9 +132,7 @@ def record_step(
         if tried is not None and not off <= tried.tolerance:
             del replay
             right = None
-            if forget is not None:
-                forget()
-            reset()
+            clear()
             replay, off = recorded()
             if not off <= tried.tolerance:
                 raise RuntimeError(f"a replay differs from the step by {off:.2g}, and {tried.tolerance:.2g} is allowed")

@@ -170,16 +170,14 @@ class Branches:
 
     def made(self) -> Made:
         """By the newest step: the keys and values of its column, its last hidden states, and what was chosen."""
-        # A replay may count otherwise.
-        columns, newest = (
-            _columns(self.kv, 3, (self.step - 1).clamp(0, self.size - 1)),
-            self.step.clamp(0, self.size - 1),
-        )
+        fed, newest = (
+            step.clamp(0, self.size - 1) for step in (self.step - 1, self.step)
+        )  # a replay may count otherwise
+        columns = _columns(self.kv, 3, fed)
         hidden = [] if self.hidden_BGD is None else [self.hidden_BGD]
         ids_BG, logp_BG = (x.index_select(2, newest)[..., 0] for x in (self.ids_BGS, self.logp_BGS))
-        # The token that is fed next is the one that is written down.
-        fed = ids_BG == self.token_BG
-        return Made([columns[::2], columns[1::2], hidden], [self.step, fed], (ids_BG, logp_BG))
+        written = ids_BG == self.token_BG  # the token that is fed next
+        return Made([columns[::2], columns[1::2], hidden], [self.step, written], (ids_BG, logp_BG))
 
     def spoil(self) -> None:
         """Overwrite what the coming step makes."""

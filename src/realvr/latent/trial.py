@@ -79,15 +79,15 @@ def gap(found: Made, right: Made) -> float:
     if len(found.exact) != len(right.exact) or not all(map(torch.equal, found.exact, right.exact)):
         return math.inf
     kinds = [list(zip(*both, strict=True)) for both in zip(found.numbers, right.numbers, strict=True)]
-    logps = []
+    gaps = [float(_largest(pairs)) for pairs in kinds if pairs]
     if found.chosen is not None and right.chosen is not None:
         same = found.chosen[0] == right.chosen[0]
         if int((~same).sum()) > same.numel() // FLIPS:
             return math.inf
-        logps.append((found.chosen[1][same], right.chosen[1][same]))
-    # Near-certain tokens have log-probabilities near 0: these are measured beside 1.
-    apart = [float(_largest([(mine, theirs)], theirs.numel() ** 0.5)) for mine, theirs in logps]
-    return worst([float(_largest(pairs)) for pairs in kinds if pairs] + apart or [0.0])
+        mine, theirs = found.chosen[1][same], right.chosen[1][same]
+        # Near-certain tokens have log-probabilities near 0: these are measured beside 1.
+        gaps.append(float(_largest([(mine, theirs)], theirs.numel() ** 0.5)))
+    return worst(gaps or [0.0])
 
 
 def _largest(pairs: Sequence[tuple[Tensor, Tensor]], least: float | None = None) -> Tensor:

@@ -50,10 +50,9 @@ def _explained(positionals: dict[str, str], args: Sequence[str]) -> AbstractCont
         if not isinstance(event, events.BadValue):
             wanted = wanted or getattr(event, "message", "another value")
             _refuse(prog, f"{flags[0]} is {given!r}: {_needed(wanted)} expected")
-        if event.reason == "too_few_values" and wanted:
-            _refuse(prog, f"{flags[0]} {f'is {given!r}' if given else 'needs a value'}: {_needed(wanted)} expected")
         if event.reason == "too_few_values":
-            _refuse(prog, f"{flags[0]} needs a value")
+            what = f"is {given!r}" if given and wanted else "needs a value"
+            _refuse(prog, f"{flags[0]} {what}" + (f": {_needed(wanted)} expected" if wanted else ""))
 
     return listen(explain)
 
